@@ -1,0 +1,144 @@
+"""A group of ranks along one axis of the mesh, and the collectives over it.
+
+`Group` is the interface that every layer, optimizer and engine receives: they are handed their group and never look
+one up. A group of size 1 is the ordinary case and not a branch: `SoloGroup` computes exactly what a collective over
+one rank means (nothing moves, nothing is counted). The groups over torch's process groups stand in `torch_group.py`.
+
+Every call has a `label` that says what it is for; it appears in the ledger and in every error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import Protocol, final
+
+from torch import Tensor
+
+from meshwright.comm.ledger import Ledger
+
+
+class Reduction(Enum):
+    """How the ranks' values are combined."""
+
+    SUM = "sum"
+    MAX = "max"
+
+
+class Handle(Protocol):
+    """A communication under way; its tensors must not be touched before `wait` has returned."""
+
+    def wait(self) -> None:
+        """Return when the result is there. Raises CommunicationError naming rank, operation and peers."""
+
+
+@final
+class Done:
+    """The handle of a communication that had nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CommunicationError(RuntimeError):
+    """A collective or message failed or timed out; the text names rank, operation, axis and peers."""
+
+
+class Group(ABC):
+    """Ranks that communicate along one axis.
+
+    `ranks` are global ranks in the order of the axis, `index` is this process's place among them.
+    """
+
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, ledger: Ledger) -> None:
+        self.axis = axis
+        self.ranks = ranks
+        self.index = index
+        self.ledger = ledger
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.axis} group {self.ranks}"
+
+    @abstractmethod
+    def start_all_reduce(self, tensor: Tensor, *, label: str, reduction: Reduction = Reduction.SUM) -> Handle:
+        """Combine `tensor` (any shape, contiguous) over the group, in place on every rank."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """Sum `source` (1-D, n x c elements) over the group; rank i receives elements [i c, (i+1) c) in `target`.
+
+        `target` may be that very part of `source`; the rest of `source` is undefined afterwards.
+        """
+
+    @abstractmethod
+    def start_all_gather(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """Place rank i's `source` (1-D, c elements) at [i c, (i+1) c) of every rank's `target` (1-D, n x c).
+
+        `source` may be that very part of `target`.
+        """
+
+    @abstractmethod
+    def start_broadcast(self, tensor: Tensor, source: int, *, label: str) -> Handle:
+        """Copy `tensor` from the rank with index `source` in the group to all others, in place."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank of the group has called this."""
+
+    @final
+    def all_reduce(self, tensor: Tensor, *, label: str, reduction: Reduction = Reduction.SUM) -> None:
+        """`start_all_reduce`, awaited."""
+        self.start_all_reduce(tensor, label=label, reduction=reduction).wait()
+
+    @final
+    def reduce_scatter(self, source: Tensor, target: Tensor, *, label: str) -> None:
+        """`start_reduce_scatter`, awaited."""
+        self.start_reduce_scatter(source, target, label=label).wait()
+
+    @final
+    def all_gather(self, source: Tensor, target: Tensor, *, label: str) -> None:
+        """`start_all_gather`, awaited."""
+        self.start_all_gather(source, target, label=label).wait()
+
+    @final
+    def broadcast(self, tensor: Tensor, source: int, *, label: str) -> None:
+        """`start_broadcast`, awaited."""
+        self.start_broadcast(tensor, source, label=label).wait()
+
+
+@final
+class SoloGroup(Group):
+    """The group of one rank: every collective is the identity, and nothing is sent or counted."""
+
+    def __init__(self, axis: str, rank: int = 0, ledger: Ledger | None = None) -> None:
+        super().__init__(axis, (rank,), 0, ledger or Ledger())
+
+    def start_all_reduce(self, tensor: Tensor, *, label: str, reduction: Reduction = Reduction.SUM) -> Handle:
+        """The sum or maximum over one rank is its value."""
+        return Done()
+
+    def start_reduce_scatter(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """The one shard is the whole."""
+        return self._copy(source, target)
+
+    def start_all_gather(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """The whole is the one shard."""
+        return self._copy(source, target)
+
+    def start_broadcast(self, tensor: Tensor, source: int, *, label: str) -> Handle:
+        """The one rank has it already."""
+        return Done()
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    @staticmethod
+    def _copy(source: Tensor, target: Tensor) -> Handle:
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        return Done()

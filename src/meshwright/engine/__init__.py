@@ -1,0 +1,1 @@
+"""Runs a lowered program on one rank."""

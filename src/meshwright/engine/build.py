@@ -1,0 +1,73 @@
+"""Builds the engine of one rank for a GPT: cut the layers, build this stage's on the meta device, fill its units.
+
+A parameter's life begins here: described by its layer, given its initial value from the seed and its global name, cut
+for the tensor axis, and written into the part of the flat unit that this rank holds. The whole model never exists on
+one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.comm.connect import Groups
+from meshwright.costs.spec import GPTSpec
+from meshwright.engine.engine import Engine, effective_stage
+from meshwright.engine.stage import Stage
+from meshwright.layout.layout import Layout
+from meshwright.layout.zero import row
+from meshwright.model.gpt import TIED, build_layer, parameters_of
+from meshwright.model.split import cut_layers
+from meshwright.parallel.parameter import DescribedParameter, cut, initial_value
+from meshwright.parallel.unit import Unit
+from meshwright.parallel.zero import OptimizerFactory, ShardedOptimizer
+from meshwright.schedule.cut import Cut
+
+
+def build(
+    spec: GPTSpec,
+    layout: Layout,
+    groups: Groups,
+    optimizer: OptimizerFactory,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    clip: float | None = None,
+) -> Engine:
+    """The engine of the rank that `groups` belongs to; the weights depend on `seed` and not on the layout."""
+    stages = cut_layers(spec, layout.pipeline)
+    meta = torch.device("meta")
+    layers = {
+        index: build_layer(spec, index, groups.tensor, meta, dtype) for index in stages.layers(groups.pipeline.index)
+    }
+    sharding = row(effective_stage(layout))
+    units = {
+        name: Unit(name, parameters, groups.data, groups.tensor, sharding, dtype, groups.device)
+        for name, parameters in _by_unit(spec, layers, stages).items()
+    }
+    for unit in units.values():
+        _fill(unit, seed)
+    stage = Stage(layers, units, stages, spec.hidden, dtype)
+    return Engine(layout, stage, groups, ShardedOptimizer(list(units.values()), optimizer), clip)
+
+
+def _by_unit(spec: GPTSpec, layers: Mapping[int, nn.Module], stages: Cut) -> Mapping[str, Sequence[DescribedParameter]]:
+    """Which parameters make up each unit: a layer's own, and each tied one on its own."""
+    tied = dict.fromkeys([TIED], stages.ties[0].name) if stages.ties else {}
+    members: dict[str, list[DescribedParameter]] = {}
+    for index, layer in layers.items():
+        for parameter in parameters_of(spec, index, layer):
+            members.setdefault(tied.get(parameter.name, str(index)), []).append(parameter)
+    return members
+
+
+def _fill(unit: Unit, seed: int) -> None:
+    """Give every parameter its initial value, and leave the unit as it stands between steps."""
+    for slot in unit.slots:
+        unit.load(
+            slot.name, cut(initial_value(slot.spec, slot.name, seed), slot.spec, unit.tensor.index, unit.tensor.size)
+        )
+    if unit.sharding.parameters:
+        unit.release()

@@ -1,0 +1,1 @@
+"""Layers and states that are cut over an axis of the mesh."""

@@ -1,0 +1,313 @@
+"""ZeRO units: the parameters that are gathered and released together, in one flat buffer cut evenly over the data axis.
+
+Glossary
+    unit    the parameters of one block (or one tied parameter), flat: decayed ones first, then the rest, then padding
+    whole   all elements of the unit; exists on every rank while parameters are not sharded, else between gather and
+    release shard   this rank's 1/d of the whole, elements [r c, (r+1) c) with c = padded size / d
+    owned   the range this rank's optimizer updates: the shard if optimizer states are sharded, else the whole
+
+      whole │ decayed matrices ............ │ biases, norms ... │pad│
+      shard │   rank 0    │   rank 1    │   rank 2    │   rank 3    │     (d = 4)
+
+Which of parameters, gradients and optimizer states are sharded is read from the ZeRO table (`layout.zero`; ZeRO,
+section 5); this module carries the table out and contains no rule of its own. A parameter's life under stage 3 is
+
+      SHARDED ──start_gather──► GATHERING ──settle──► WHOLE ──release──► SHARDED
+
+and under stages 1 and 2 the optimizer's step leaves a unit SHARDED (only its own part is up to date) until it is
+gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.group import Done, Group, Handle
+from meshwright.layout.zero import Sharding
+from meshwright.parallel.parameter import DescribedParameter, ParameterSpec
+
+
+class State(Enum):
+    """Where a unit stands between being one shard and being whole."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in the flat buffer, and the modules that read it there (several if it is tied)."""
+
+    name: str
+    spec: ParameterSpec
+    shape: tuple[int, ...]
+    start: int
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local (tensor-parallel) shape."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank of the tensor axis holds the same elements."""
+        return self.spec.split is None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of owned elements that the optimizer treats alike: values, gradient, and whether they decay."""
+
+    value: Tensor
+    gradient: Tensor
+    decay: bool
+
+
+def _slots(parameters: Sequence[DescribedParameter], tensor_size: int) -> tuple[Slot, ...]:
+    """Places in the flat buffer: decayed before undecayed, and within each the split before the replicated."""
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for parameter in parameters:
+        places.setdefault(parameter.name, []).append((parameter.owner, parameter.attribute))
+    unique = {parameter.name: parameter.spec for parameter in parameters}
+    slots: list[Slot] = []
+    start = 0
+    for name, spec in sorted(unique.items(), key=lambda item: (not item[1].decay, item[1].split is None)):
+        slots.append(Slot(name, spec, spec.local_shape(tensor_size), start, tuple(places[name])))
+        start = slots[-1].stop
+    return tuple(slots)
+
+
+class Unit:
+    """One ZeRO unit on one rank; `sharding` is the row of the ZeRO table that it carries out."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[DescribedParameter],
+        data: Group,
+        tensor: Group,
+        sharding: Sharding,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.data = data
+        self.tensor = tensor
+        self.sharding = sharding
+        self.slots = _slots(parameters, tensor.size)
+        self.numel = self.slots[-1].stop if self.slots else 0
+        self.shard_numel = -(-self.numel // data.size)
+        self.padded = self.shard_numel * data.size
+        self.begin = data.index * self.shard_numel
+
+        self._whole = torch.zeros(self.padded, dtype=dtype, device=device)
+        self._whole_bytes = self._whole.untyped_storage().nbytes()
+        # Backward has saved views of `_whole`; gathering into it must not count as changing them, so it is written
+        # through an alias with a version counter of its own.
+        self._writable = self._whole.data
+        self._shard = self._own(self._writable).clone() if sharding.parameters else self._own(self._writable)
+        gradient_numel = self.shard_numel if sharding.gradients else self.padded
+        self._gradient = torch.zeros(gradient_numel, dtype=dtype, device=device)
+        self._open: Tensor | None = None if sharding.gradients else self._gradient
+        self._gathering: Handle = Done()
+        self._reducing: Handle | None = None
+        self.state = State.WHOLE
+        self._place_parameters()
+
+    # --- construction -------------------------------------------------------------------------------------------
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole[self.begin : self.begin + self.shard_numel]
+
+    def _place_parameters(self) -> None:
+        """Make every module read its parameter from the flat buffer (and, if they persist, its gradient too)."""
+        for slot in self.slots:
+            parameter = nn.Parameter(self._whole.data[slot.start : slot.stop].view(slot.shape))
+            for owner, attribute in slot.places:
+                owner.register_parameter(attribute, parameter)
+        if self._open is not None:
+            self._point_gradients(self._open)
+
+    def _parameters(self) -> Iterator[tuple[Slot, Tensor]]:
+        for slot in self.slots:
+            owner, attribute = slot.places[0]
+            yield slot, getattr(owner, attribute)
+
+    def _point_gradients(self, whole: Tensor | None) -> None:
+        for slot, parameter in self._parameters():
+            parameter.grad = None if whole is None else whole[slot.start : slot.stop].view(slot.shape)
+
+    def load(self, name: str, value: Tensor) -> None:
+        """Set the parameter `name` from its local (tensor-parallel) value, on whatever part of it this rank holds."""
+        slot = self.slot(name)
+        flat = value.reshape(-1)
+        if self.state is State.WHOLE:
+            self._writable[slot.start : slot.stop].copy_(flat)
+        low, high = max(slot.start, self.begin), min(slot.stop, self.begin + self.shard_numel)
+        if low < high:
+            self._shard[low - self.begin : high - self.begin].copy_(flat[low - slot.start : high - slot.start])
+
+    def slot(self, name: str) -> Slot:
+        """The place of the parameter with that global name."""
+        for slot in self.slots:
+            if slot.name == name:
+                return slot
+        raise KeyError(f"unit {self.name} holds no parameter {name}")
+
+    # --- parameters: whole and sharded ---------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """SHARDED -> GATHERING: begin to make the unit whole (ZeRO, section 5.3; after the step in stages 1 and 2)."""
+        self._expect(State.SHARDED, "gather")
+        if self.sharding.parameters:
+            self._whole.untyped_storage().resize_(self._whole_bytes)
+        self._gathering = self.data.start_all_gather(self._shard, self._writable, label="parameters")
+        self.state = State.GATHERING
+
+    def settle(self) -> None:
+        """GATHERING -> WHOLE, waiting for the gather; nothing to do if none is under way."""
+        if self.state is State.GATHERING:
+            self._gathering.wait()
+            self.state = State.WHOLE
+
+    def whole(self) -> None:
+        """Return when the unit is whole and may be used."""
+        self.settle()
+        self._expect(State.WHOLE, "use")
+
+    def release(self) -> None:
+        """WHOLE -> SHARDED: give the memory of the whole back (stage 3)."""
+        self._expect(State.WHOLE, "release")
+        self.state = State.SHARDED
+        if self.sharding.parameters:
+            self._whole.untyped_storage().resize_(0)
+
+    def stepped(self) -> None:
+        """The optimizer has changed the owned range: under stages 1 and 2 the rest of the whole is now out of date."""
+        if self.sharding.optimizer and not self.sharding.parameters:
+            self._expect(State.WHOLE, "step")
+            self.state = State.SHARDED
+
+    def _expect(self, state: State, act: str) -> None:
+        if self.state is not state:
+            names = ", ".join(slot.name for slot in self.slots)
+            raise RuntimeError(f"cannot {act} unit {self.name} ({names}): it is {self.state.value}, not {state.value}")
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    def open_gradient(self) -> None:
+        """Make room for the whole gradient of a backward pass that is about to begin, where it does not persist."""
+        self.finish_reduce()  # its buffer must not take the next micro-batch's gradient
+        if self._open is None:
+            self._open = torch.zeros(self.padded, dtype=self._gradient.dtype, device=self._gradient.device)
+            self._point_gradients(self._open)
+
+    def start_reduce(self) -> None:
+        """Begin to sum the gradient over the data axis: all of it in stage 0, else each rank's shard of it.
+
+        Stages 2 and 3 add the sum to the sharded gradient and give the whole one back when the reduction has ended.
+        """
+        assert self._open is not None, f"unit {self.name}: no backward pass has left a gradient to reduce"
+        if self.sharding.optimizer:
+            self._reducing = self.data.start_reduce_scatter(self._open, self._own(self._open), label="gradients")
+        else:
+            self._reducing = self.data.start_all_reduce(self._open, label="gradients")
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way, if any; afterwards `owned_gradient` is the sum."""
+        if self._reducing is None:
+            return
+        self._reducing.wait()
+        self._reducing = None
+        if self.sharding.gradients:
+            assert self._open is not None
+            self._gradient.add_(self._own(self._open))
+            self._open = None
+            self._point_gradients(None)
+
+    def clear_gradient(self) -> None:
+        """Start the next step's sum at zero."""
+        self._gradient.zero_()
+
+    # --- what this rank's optimizer owns ---------------------------------------------------------------------------
+
+    @property
+    def owned_gradient(self) -> Tensor:
+        """The summed gradient of the owned range, 1-D."""
+        if self.sharding.gradients or not self.sharding.optimizer:
+            return self._gradient
+        return self._own(self._gradient)
+
+    @property
+    def owned_value(self) -> Tensor:
+        """The values of the owned range, 1-D, in the same order."""
+        return self._shard if self.sharding.optimizer else self._writable
+
+    @property
+    def owned_begin(self) -> int:
+        """Where the owned range begins in the whole."""
+        return self.begin if self.sharding.optimizer else 0
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The owned range as at most two runs: what weight decay applies to and what it does not; padding left out."""
+        border = max((slot.stop for slot in self.slots if slot.spec.decay), default=0)
+        runs = []
+        for low, high, decay in ((0, border, True), (border, self.numel, False)):
+            part = self._owned_part(low, high)
+            if part.stop > part.start:
+                runs.append(Piece(self.owned_value[part], self.owned_gradient[part], decay))
+        return tuple(runs)
+
+    def unique_gradients(self) -> tuple[Tensor, ...]:
+        """Runs of the owned gradient that, over the data and tensor axes together, cover each unique element once.
+
+        A parameter replicated over the tensor axis is counted by that axis's rank 0, and a gradient that every data
+        rank owns by data rank 0. (Padding is zero, always.)
+        """
+        if not self.sharding.optimizer and self.data.index != 0:
+            return ()
+        runs = (
+            self._owned_part(slot.start, slot.stop)
+            for slot in self.slots
+            if self.tensor.index == 0 or not slot.replicated
+        )
+        return tuple(self.owned_gradient[part] for part in runs if part.stop > part.start)
+
+    def _owned_part(self, low: int, high: int) -> slice:
+        """Elements [low, high) of the whole as a slice of the owned range (empty if they do not meet)."""
+        begin, length = self.owned_begin, self.owned_value.numel()
+        start = min(max(low - begin, 0), length)
+        return slice(start, max(start, min(high - begin, length)))
+
+    # --- export --------------------------------------------------------------------------------------------------
+
+    def gathered(self, gradient: bool = False) -> Tensor:
+        """A copy of the whole values (or summed gradients), 1-D with padding; all of the data axis must call it."""
+        owned = self.owned_gradient if gradient else self.owned_value
+        if not self.sharding.optimizer:
+            return owned.clone()
+        whole = torch.empty(self.padded, dtype=owned.dtype, device=owned.device)
+        self.data.all_gather(owned.contiguous(), whole, label="export")
+        return whole
+
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes that parameters and gradients take between steps on this rank (the storage itself, measured)."""
+        stored = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (self._whole, self._shard)
+            if tensor.untyped_storage().nbytes()
+        }
+        return sum(stored.values()), self._gradient.untyped_storage().nbytes()

@@ -1,0 +1,1 @@
+"""What people look at: text pictures of layouts, schedules and programs."""
