@@ -94,6 +94,18 @@ def test_a_whole_run_gives_the_weights_of_one_process(pool: RankPool, config: Co
             torch.testing.assert_close(weights[name], weight, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("text", ["dp1", "pp2/m4"])
+def test_a_traced_step_shows_what_every_rank_did(pool: RankPool, config: Config, text: str) -> None:
+    layout = Layout.parse(text)
+    pool.run(layout.mesh, train, replace(config, layout=text, steps=2, trace=2))
+    events = json.loads((Path(config.run) / "trace.json").read_text())["traceEvents"]
+    for rank in range(layout.ranks):
+        names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
+        assert sum(name.startswith("B") for name in names) >= layout.micro_batches
+        assert names[-1] == "STEP"
+    assert not list(Path(config.run).glob("trace.json.*"))
+
+
 def test_gpus_that_are_not_there_are_an_error_with_both_numbers(config: Config) -> None:
     if torch.cuda.device_count():
         pytest.skip("this machine has a GPU")

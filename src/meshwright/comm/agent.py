@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from meshwright.comm import signals
 from meshwright.comm.worker import Job
 
 _INTERVAL = 0.1
@@ -37,7 +38,9 @@ class Agent(LocalElasticAgent):
         self._started: dict[int, BaseProcess] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        ids: dict[int, Any] = super()._start_workers(worker_group)
+        # Nobody could end them before all are known. Torch's handlers see a signal that comes meanwhile afterwards.
+        with signals.held():
+            ids: dict[int, Any] = super()._start_workers(worker_group)
         children = {child.pid: child for child in multiprocessing.active_children()}
         places = {worker.global_rank: children.get(ids[worker.local_rank]) for worker in worker_group.workers}
         self._started = {rank: child for rank, child in places.items() if child is not None}
@@ -49,7 +52,7 @@ class Agent(LocalElasticAgent):
         return reported | {rank: child.exitcode for rank, child in self._started.items() if child.exitcode}
 
     def kill(self) -> None:
-        """End what still runs, which is something only if a signal came while ranks were being started."""
+        """End what still runs, which is something only if the ranks could not all be started."""
         for child in set(multiprocessing.active_children()) - self._others:
             child.kill()
             child.join()

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import signal
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshwright.comm import signals
 from meshwright.comm.start import Start
-from meshwright.comm.worker import ENDING_SIGNALS, Entry, Failure, Job, run_rank, traceback_below
+from meshwright.comm.worker import Entry, Failure, Job, run_rank, traceback_below
 
 # What every rank imports anyway. A module that does not exist is passed over.
 _PRELOAD = ["torch", "torch.distributed", "meshwright.comm.connect", "meshwright.train.trainer"]
@@ -79,13 +80,14 @@ def launch(entry: Entry, argument: Any, ranks: int) -> None:
 
 def _run_ranks(job: Job, ranks: int) -> Mapping[int, int]:
     """The exit codes of the ranks that did not end well."""
-    # Torch comes in here and not above: the fork server is importing it at the same time, on another core.
-    from torch.distributed.elastic.multiprocessing import SignalException
+    with signals.held():
+        # Torch comes in here and not above: the fork server is importing it at the same time, on another core.
+        from torch.distributed.elastic.multiprocessing import SignalException
 
-    from meshwright.comm.agent import run_ranks
+        from meshwright.comm.agent import run_ranks
 
     try:
-        with _handlers_restored():
+        with signals.handlers_restored():
             return run_ranks(run_rank, job, ranks)
     except SignalException as stop:
         raise Interrupted(stop.sigval) from None
@@ -97,12 +99,12 @@ def _start_fork_server(threads: int) -> None:
     # OpenMP reads the variable once, when its library is loaded, and that happens in the fork server.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # A Ctrl-C is meant for the launcher. The fork server ignores it only once its imports are done, and would say so.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    multiprocessing.resource_tracker.ensure_running()  # first, because it would let go of the signals that are held
     try:
-        multiprocessing.forkserver.ensure_running()
+        # A Ctrl-C is meant for the launcher. The fork server ignores it only once its imports are done.
+        with signals.held():
+            multiprocessing.forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
@@ -173,17 +175,3 @@ def _folder() -> Iterator[Path]:
             yield Path(folder)
     finally:
         sweeper.communicate(b"tidy\n")
-
-
-@contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Put back the signal handlers that torch's agent replaces and leaves replaced."""
-    if threading.current_thread() is not threading.main_thread():  # where there are no handlers to replace
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -19,12 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from meshwright.comm import signals
 from meshwright.comm.start import Start
 
 Entry = Callable[[Start, Any], None]
-
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What a terminal or an operator sends to end a program."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -64,9 +63,7 @@ class Job:
 def run_rank(job: Job) -> None:
     """What the process of a rank runs; torch's agent has put its place into the environment."""
     _end_with_launcher()
-    for number in ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+    signals.end_at_once()
     import torch
 
     torch.set_num_threads(job.threads)
@@ -94,7 +91,14 @@ def _start(env: Mapping[str, str], folder: Path) -> Start:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel kill this process when its parent, the fork server, is gone."""
+    """Have the kernel kill this process when its parent, the fork server, is gone; that goes when the launcher does.
+
+    The fork server waits for the end of a pipe, whose writing end it hands to every process that it forks: they might
+    ask for processes themselves. A rank does not, and must close its copy: otherwise it keeps its parent alive.
+    """
+    alive = getattr(multiprocessing.forkserver._forkserver, "_forkserver_alive_fd", None)
+    if alive is not None:
+        os.close(alive)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     launcher = multiprocessing.parent_process()
@@ -107,6 +111,11 @@ def _write_failure(path: Path, rank: int, error: Exception) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(failure)))
     draft.rename(path)
+
+
+def _from_gloo(error: BaseException) -> bool:
+    """Gloo's own errors are plain RuntimeErrors; each names the line of its source that noticed the loss."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def traceback_below(error: Exception) -> str:
@@ -122,7 +131,7 @@ def _lost_peer(error: BaseException | None) -> bool:
     from meshwright.comm.group import CommunicationError
 
     while error is not None:
-        if isinstance(error, CommunicationError | dist.DistError) or "gloo" in str(error).lower():
+        if isinstance(error, CommunicationError | dist.DistError) or _from_gloo(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,6 +102,7 @@ class Config:
     log_every: int = _key(10, "steps between two lines of the log")
     evaluate_every: int = _key(50, "steps between two evaluations on held-out text")
     evaluation_samples: int = _key(64, "samples of one evaluation")
+    trace: int = _key(0, "step whose actions on every rank are timed and written to trace.json; 0: none")
     timeout: float = _key(60.0, "seconds after which a rank gives up waiting for another")
     label_smoothing: float = _key(0.0, "part of the target spread over the whole vocabulary")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to compute; auto: cuda where there is one")
@@ -124,6 +125,18 @@ class Config:
 
 
 _plain = OptimizerConfig()
+
+# A model's description stands below this package and knows nothing of help texts.
+_ABOUT_MODEL = {
+    "model.layers": "blocks",
+    "model.hidden": "width",
+    "model.heads": "attention heads",
+    "model.sequence": "tokens of one sample",
+    "model.vocabulary": "different tokens",
+    "model.tied": "the head's projection is the token embedding",
+    "model.bias": "biases in linear layers and norms",
+    "model.dropout": "probability of dropping an element",
+}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -153,7 +166,7 @@ def dump(config: Config) -> str:
 
 def config_keys() -> tuple[Key, ...]:
     """Every key with its type, default and meaning, as `train --help` lists them."""
-    return tuple(keys_of(Config))
+    return tuple(replace(key, about=key.about or _ABOUT_MODEL[key.name]) for key in keys_of(Config))
 
 
 def _contradictions(config: Config) -> Iterator[str]:

@@ -261,8 +261,11 @@ def _root(pattern: str) -> Path:
 def _standard_library() -> list[Source]:
     """Python's own modules: real text that every machine has. Their tests only where little is left without them."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = [Source(path, path.relative_to(root).as_posix()) for path in root.rglob("*.py") if path.is_file()]
-    found = [source for source in found if _NOT_TEXT.isdisjoint(source.name.split("/")) and source.path.stat().st_size]
+    found: list[Source] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_TEXT]  # not even looked into: it may be huge
+        paths = (Path(folder, name) for name in files if name.endswith(".py"))
+        found += [Source(path, path.relative_to(root).as_posix()) for path in paths if path.stat().st_size]
     clean = [source for source in found if _NOT_CLEAN.isdisjoint(source.name.split("/"))]
     if not found:
         raise ValueError(f"data.files is empty and {root} holds no Python file; name text files in data.files")

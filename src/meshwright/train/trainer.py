@@ -24,6 +24,7 @@ from meshwright.comm.start import Start
 from meshwright.costs.sheet import parameters, training_flops
 from meshwright.engine.build import build
 from meshwright.engine.engine import Engine, StepResult
+from meshwright.engine.tracer import Tracer
 from meshwright.layout.layout import Layout
 from meshwright.train import summary
 from meshwright.train.batches import evaluation_batches, training_batches
@@ -32,6 +33,7 @@ from meshwright.train.data import Corpus, Sampler, held_out_windows
 from meshwright.train.metrics import EvaluationRecord, RunLog, StepRecord, peak_memory
 from meshwright.train.optimizer import adamw, learning_rate
 from meshwright.train.sampling import CONFIG, sample
+from meshwright.train.trace import write_trace
 from meshwright.train.weights import save_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -147,7 +149,12 @@ class Trainer:
             config.label_smoothing,
         )
         rate = learning_rate(config.optimizer, step, config.steps)
-        result = self.engine.step([batch.to(self.groups.device) for batch in batches], rate)
+        tracer = Tracer(self.groups.rank, self.groups.device, enabled=step + 1 == config.trace)
+        if tracer.enabled:
+            self.groups.world.barrier()  # every rank's clock starts here
+        result = self.engine.step([batch.to(self.groups.device) for batch in batches], rate, tracer=tracer)
+        if tracer.enabled:
+            write_trace(self.groups, tracer.timeline(), self.run_folder)
         if result.skipped:
             self._skipped += 1
             self._say(f"step {step + 1}: the gradient is not finite (norm {result.gradient_norm}); step skipped")
