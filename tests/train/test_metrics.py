@@ -43,6 +43,6 @@ def test_the_log_writes_the_same_to_the_screen_and_as_json_lines(tmp_path: Path)
 
 def test_peak_memory_grows_with_what_is_held() -> None:
     before = peak_memory(torch.device("cpu"))
-    held = torch.ones(60_000_000)
-    assert peak_memory(torch.device("cpu")) - before > 100_000_000
+    held = torch.ones(before // 4)  # as many bytes as the peak was, on top of what this process holds already
+    assert peak_memory(torch.device("cpu")) > before
     del held

@@ -1,4 +1,4 @@
-"""What this project uses of torch's backend objects; those of gloo and NCCL have the same methods, which stubs leave out.
+"""What this project uses of torch's backend objects; gloo's and NCCL's have the same methods, which stubs leave out.
 
 The names are torch's; the two with a leading underscore are what `reduce_scatter_tensor` and `all_gather_into_tensor`
 call.
