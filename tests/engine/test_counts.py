@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -113,15 +115,17 @@ def test_bytes_of_model_states_equal_the_article(pool: RankPool, zero: ZeroStage
     assert pool.run(layout.mesh, held, layout) == [expected] * 4
 
 
-def held_and_formula(groups: Groups, layout: Layout) -> tuple[StateBytes, StateBytes]:
-    engine = trained(groups, layout)
-    return engine.state_bytes(), formula(SPEC, layout, engine.stage.cut, 4)[groups.rank]
+def held_and_formula(groups: Groups, layout: Layout, spec: GPTSpec) -> tuple[StateBytes, StateBytes]:
+    engine = trained(groups, layout, spec)
+    return engine.state_bytes(), formula(spec, layout, engine.stage.cut, 4)[groups.rank]
 
 
-@pytest.mark.parametrize("text", ["dp2.tp2/zero1", "dp2.pp2/zero3/m2", "tp2.pp2/m2", "dp2.tp2/zero2", "tp4"])
-def test_bytes_divided_by_every_axis_equal_the_summary_of_a_run(pool: RankPool, text: str) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("text", ["dp2", "dp2.tp2/zero1", "dp2.pp2/zero3/m2", "tp2.pp2/m2", "dp2.tp2/zero2", "tp4"])
+def test_bytes_divided_by_every_axis_equal_the_summary_of_a_run(pool: RankPool, text: str, tied: bool) -> None:
     layout = Layout.parse(text)
-    for measured, expected in pool.run(layout.mesh, held_and_formula, layout):
+    spec = replace(SPEC, tied=tied)
+    for measured, expected in pool.run(layout.mesh, held_and_formula, layout, spec):
         assert measured == expected
 
 

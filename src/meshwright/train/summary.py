@@ -17,11 +17,12 @@ def parameters_on_rank(spec: GPTSpec, cut: Cut, stage: int, tensor_size: int) ->
 
     A tied matrix is counted where it is held: once, also on a stage that uses it twice.
     """
-    total = 0
-    for layer in cut.layers(stage):
-        row = sheet(spec)[layer]
-        total += row.parameters - row.split_parameters + -(-row.split_parameters // tensor_size)
-    return total
+    rows = [sheet(spec)[layer] for layer in cut.layers(stage)]
+    table = spec.vocabulary * spec.hidden
+    repeated = sum(max(0, len(set(tie.layers) & set(cut.layers(stage))) - 1) for tie in cut.ties) * table
+    split = sum(row.split_parameters for row in rows) - repeated
+    whole = sum(row.parameters - row.split_parameters for row in rows)
+    return whole + -(-split // tensor_size)
 
 
 def all_ranks(world: Group, own: StateBytes, device: torch.device) -> list[StateBytes]:
