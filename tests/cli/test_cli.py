@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text("to be or not to be, " * 100)
     path = tmp_path / "run.toml"
     path.write_text(
-        f'layout = "dp2"\nsteps = 2\nbatch = 4\nrun = "{tmp_path}/run"\n'
+        f'layout = "dp2"\nsteps = 2\nbatch = 4\nfolder = "{tmp_path}/run"\n'
         f'[model]\nsequence = 16\n[data]\nfiles = ["{tmp_path}/*.txt"]\ncache = "{tmp_path}/cache"\n'
     )
     return path

@@ -18,6 +18,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.share import micro_batch_samples
 from meshwright.layout.zero import StateBytes, ZeroStage, model_state_bytes
 from meshwright.model.batch import MicroBatch
+from meshwright.parallel.precision import Precision
 from meshwright.train.summary import formula
 from pool import RankPool
 
@@ -117,7 +118,7 @@ def test_bytes_of_model_states_equal_the_article(pool: RankPool, zero: ZeroStage
 
 def held_and_formula(groups: Groups, layout: Layout, spec: GPTSpec) -> tuple[StateBytes, StateBytes]:
     engine = trained(groups, layout, spec)
-    return engine.state_bytes(), formula(spec, layout, engine.stage.cut, 4)[groups.rank]
+    return engine.state_bytes(), formula(spec, layout, engine.stage.cut, Precision.of(torch.float32))[groups.rank]
 
 
 @pytest.mark.parametrize("tied", [True, False])

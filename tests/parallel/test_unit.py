@@ -18,6 +18,7 @@ from meshwright.parallel.parameter import (
     described,
     initial_value,
 )
+from meshwright.parallel.precision import Precision
 from meshwright.parallel.unit import State, Unit
 from pool import RankPool
 
@@ -37,7 +38,7 @@ class Odd(Described):
 def make(groups: Groups, stage: ZeroStage) -> tuple[Odd, Unit]:
     module = Odd()
     parameters: list[DescribedParameter] = list(described(module, "odd"))
-    unit = Unit("0", parameters, groups.data, groups.tensor, row(stage), torch.float64, CPU)
+    unit = Unit("0", parameters, groups.data, groups.tensor, row(stage), Precision.of(torch.float64), CPU)
     for slot in unit.slots:
         unit.load(slot.name, initial_value(slot.spec, slot.name, 0))
     return module, unit
@@ -126,6 +127,6 @@ def test_released_memory_is_given_back_and_gathering_does_not_disturb_autograd()
 
 
 def test_a_unit_without_parameters_is_harmless() -> None:
-    unit = Unit("0", [], SoloGroup("data"), SoloGroup("tensor"), row(ZeroStage.NONE), torch.float32, CPU)
+    unit = Unit("0", [], SoloGroup("data"), SoloGroup("tensor"), row(ZeroStage.NONE), Precision.of(torch.float32), CPU)
     assert unit.pieces() == ()
     assert unit.unique_gradients() == ()

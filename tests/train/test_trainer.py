@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Config:
         layout="dp1.tp1.pp1/zero0/1f1b/m2",
         batch=8,
         steps=30,
-        run=str(tmp_path / "run"),
+        folder=str(tmp_path / "run"),
         log_every=10,
         evaluate_every=15,
         evaluation_samples=8,
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Config:
 
 def test_a_run_learns_logs_saves_and_reports(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     run_rank(SOLO, config)
-    folder = Path(config.run)
+    folder = Path(config.folder)
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     evaluations = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
     assert [record["step"] for record in records if "evaluation_loss" in record] == [0, 15, 30]
@@ -61,7 +61,7 @@ def test_a_run_learns_logs_saves_and_reports(config: Config, capsys: pytest.Capt
 
 def test_a_saved_run_can_be_sampled_and_the_seed_decides(config: Config) -> None:
     run_rank(SOLO, config)
-    folder = Path(config.run)
+    folder = Path(config.folder)
     text = sample(folder, "the quick", tokens=20)
     assert text.startswith("the quick")
     assert len(text) == len("the quick") + 20
@@ -80,15 +80,15 @@ def test_a_folder_that_is_no_run_and_numbers_out_of_range_are_named(tmp_path: Pa
 
 def train(groups: Groups, config: Config) -> dict[str, torch.Tensor]:
     Trainer(config, Layout.parse(config.layout), groups, Corpus.open(config.data)).run()
-    return dict(load_weights(Path(config.run)))
+    return dict(load_weights(Path(config.folder)))
 
 
 @pytest.mark.parametrize("text", ["dp2.tp2/zero2/m2", "tp2.pp2/m3/recompute-full"])
 def test_a_whole_run_gives_the_weights_of_one_process(pool: RankPool, config: Config, text: str) -> None:
     short = replace(config, steps=6, dtype="float64", evaluate_every=100)
-    alone = train(solo(), replace(short, run=f"{config.run}-one"))
+    alone = train(solo(), replace(short, folder=f"{config.folder}-one"))
     layout = Layout.parse(text)
-    for weights in pool.run(layout.mesh, train, replace(short, layout=text, run=f"{config.run}-many")):
+    for weights in pool.run(layout.mesh, train, replace(short, layout=text, folder=f"{config.folder}-many")):
         assert weights.keys() == alone.keys()
         for name, weight in alone.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-9, atol=1e-11)
@@ -98,12 +98,12 @@ def test_a_whole_run_gives_the_weights_of_one_process(pool: RankPool, config: Co
 def test_a_traced_step_shows_what_every_rank_did(pool: RankPool, config: Config, text: str) -> None:
     layout = Layout.parse(text)
     pool.run(layout.mesh, train, replace(config, layout=text, steps=2, trace=2))
-    events = json.loads((Path(config.run) / "trace.json").read_text())["traceEvents"]
+    events = json.loads((Path(config.folder) / "trace.json").read_text())["traceEvents"]
     for rank in range(layout.ranks):
         names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
         assert sum(name.startswith("B") for name in names) >= layout.micro_batches
         assert names[-1] == "STEP"
-    assert not list(Path(config.run).glob("trace.json.*"))
+    assert not list(Path(config.folder).glob("trace.json.*"))
 
 
 def test_gpus_that_are_not_there_are_an_error_with_both_numbers(config: Config) -> None:

@@ -21,6 +21,7 @@ from meshwright.layout.zero import row
 from meshwright.model.gpt import TIED, build_layer, parameters_of
 from meshwright.model.split import cut_layers
 from meshwright.parallel.parameter import DescribedParameter, cut, initial_value
+from meshwright.parallel.precision import Precision
 from meshwright.parallel.unit import Unit
 from meshwright.parallel.zero import OptimizerFactory, ShardedOptimizer
 from meshwright.schedule.cut import Cut
@@ -36,15 +37,19 @@ def build(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
 ) -> Engine:
-    """The engine of the rank that `groups` belongs to; the weights depend on `seed` and not on the layout."""
+    """The engine of the rank that `groups` belongs to; the weights depend on `seed` and not on the layout.
+
+    In a 16-bit `dtype` the optimizer updates float32 masters, and a float16 loss is scaled.
+    """
     stages = cut_layers(spec, layout.pipeline)
     meta = torch.device("meta")
     layers = {
         index: build_layer(spec, index, groups.tensor, meta, dtype) for index in stages.layers(groups.pipeline.index)
     }
     sharding = row(effective_stage(layout))
+    precision = Precision.of(dtype)
     units = {
-        name: Unit(name, parameters, groups.data, groups.tensor, sharding, dtype, groups.device)
+        name: Unit(name, parameters, groups.data, groups.tensor, sharding, precision, groups.device)
         for name, parameters in _by_unit(spec, layers, stages).items()
     }
     for unit in units.values():

@@ -21,8 +21,10 @@ from meshwright.engine.tracer import Tracer
 from meshwright.layout.layout import Layout
 from meshwright.layout.zero import StateBytes, ZeroStage
 from meshwright.model.batch import MicroBatch
+from meshwright.parallel.flat import Slot
 from meshwright.parallel.parameter import join
-from meshwright.parallel.unit import Slot, Unit
+from meshwright.parallel.precision import LossScale
+from meshwright.parallel.unit import Unit
 from meshwright.parallel.zero import ShardedOptimizer
 from meshwright.schedule.catalog import build as build_schedule
 from meshwright.schedule.catalog import forward_only
@@ -70,6 +72,7 @@ class Engine:
         self.stage = stage
         self.groups = groups
         self.optimizer = optimizer
+        self.loss_scale = LossScale(stage.dtype)
         self._clip = clip
         # Set by `step` for `_optimize`, which the program's STEP calls in the middle of it.
         self._learning_rate = 0.0
@@ -138,7 +141,7 @@ class Engine:
             raise ValueError("the batch has no token to learn from: every target of every rank is ignored")
         flight = Flight(
             batches=batches,
-            loss_scale=(1 / count).reshape(()),
+            loss_scale=(self.loss_scale.value / count).reshape(()),
             loss_sum=torch.zeros((), dtype=torch.float64, device=device),
         )
         self._interpreter.run(program, flight, tracer or self._silent)
@@ -149,15 +152,17 @@ class Engine:
         self._inspect()
         square = self.optimizer.square_norm(self._answers_for)
         square_sum, loss_sum = self._sum_over_world([square, self._loss_share(flight)])
-        norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        norm = math.sqrt(square_sum) / self.loss_scale.value if square_sum >= 0 else math.nan
         finite = math.isfinite(norm)
         if finite:
-            # The small term is torch's (clip_grad_norm_), so that the weights are too.
-            if self._clip is not None and self._clip < norm + 1e-6:
-                self.optimizer.scale_gradients(self._clip / (norm + 1e-6))
-            self.optimizer.step(self._learning_rate)
+            self.optimizer.step(self._learning_rate, self._clip_factor(norm) / self.loss_scale.value)
+        self.loss_scale.update(finite)
         self.optimizer.finish()
         self._result = StepResult(loss_sum / self._tokens, norm, self._tokens, skipped=not finite)
+
+    def _clip_factor(self, norm: float) -> float:
+        # The small term is torch's (clip_grad_norm_), so that the weights are too.
+        return 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
 
     def _answers_for(self, unit: Unit) -> bool:
         """Whether this stage counts the unit's elements: of the stages that hold a tied parameter, the first does."""

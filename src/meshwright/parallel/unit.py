@@ -21,7 +21,6 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -29,7 +28,9 @@ from torch import Tensor, nn
 
 from meshwright.comm.group import Done, Group, Handle
 from meshwright.layout.zero import Sharding
-from meshwright.parallel.parameter import DescribedParameter, ParameterSpec
+from meshwright.parallel.flat import Piece, Slot, lay_out
+from meshwright.parallel.parameter import DescribedParameter
+from meshwright.parallel.precision import Precision
 
 
 class State(Enum):
@@ -38,55 +39,6 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     WHOLE = "whole"
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One parameter's place in the flat buffer, and the modules that read it there (several if it is tied)."""
-
-    name: str
-    spec: ParameterSpec
-    shape: tuple[int, ...]
-    start: int
-    places: tuple[tuple[nn.Module, str], ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the local (tensor-parallel) shape."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.numel
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank of the tensor axis holds the same elements."""
-        return self.spec.split is None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of owned elements that the optimizer treats alike: values, gradient, and whether they decay."""
-
-    value: Tensor
-    gradient: Tensor
-    decay: bool
-
-
-def _slots(parameters: Sequence[DescribedParameter], tensor_size: int) -> tuple[Slot, ...]:
-    """Places in the flat buffer: decayed before undecayed, and within each the split before the replicated."""
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
-    for parameter in parameters:
-        places.setdefault(parameter.name, []).append((parameter.owner, parameter.attribute))
-    unique = {parameter.name: parameter.spec for parameter in parameters}
-    slots: list[Slot] = []
-    start = 0
-    for name, spec in sorted(unique.items(), key=lambda item: (not item[1].decay, item[1].split is None)):
-        slots.append(Slot(name, spec, spec.local_shape(tensor_size), start, tuple(places[name])))
-        start = slots[-1].stop
-    return tuple(slots)
 
 
 class Unit:
@@ -99,27 +51,32 @@ class Unit:
         data: Group,
         tensor: Group,
         sharding: Sharding,
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
     ) -> None:
         self.name = name
+        self.precision = precision
         self.data = data
         self.tensor = tensor
         self.sharding = sharding
-        self.slots = _slots(parameters, tensor.size)
+        self.slots = lay_out(parameters, tensor.size)
         self.numel = self.slots[-1].stop if self.slots else 0
         self.shard_numel = -(-self.numel // data.size)
         self.padded = self.shard_numel * data.size
         self.begin = data.index * self.shard_numel
 
-        self._whole = torch.zeros(self.padded, dtype=dtype, device=device)
+        self._whole = torch.zeros(self.padded, dtype=precision.compute, device=device)
         self._whole_bytes = self._whole.untyped_storage().nbytes()
         # Backward has saved views of `_whole`; gathering into it must not count as changing them, so it is written
         # through an alias with a version counter of its own.
         self._writable = self._whole.data
         self._shard = self._own(self._writable).clone() if sharding.parameters else self._own(self._writable)
         gradient_numel = self.shard_numel if sharding.gradients else self.padded
-        self._gradient = torch.zeros(gradient_numel, dtype=dtype, device=device)
+        self._gradient = torch.zeros(gradient_numel, dtype=precision.compute, device=device)
+        # What the optimizer updates: a copy in higher precision, or the owned values themselves.
+        self.master = self.owned_value
+        if precision.mixed:
+            self.master = torch.zeros(self.owned_value.numel(), dtype=precision.master, device=device)
         self._open: Tensor | None = None if sharding.gradients else self._gradient
         self._gathering: Handle = Done()
         self._reducing: Handle | None = None
@@ -155,9 +112,10 @@ class Unit:
         flat = value.reshape(-1)
         if self.state is State.WHOLE:
             self._writable[slot.start : slot.stop].copy_(flat)
-        low, high = max(slot.start, self.begin), min(slot.stop, self.begin + self.shard_numel)
-        if low < high:
-            self._shard[low - self.begin : high - self.begin].copy_(flat[low - slot.start : high - slot.start])
+        for target, begin in ((self._shard, self.begin), (self.master, self.owned_begin)):
+            low, high = max(slot.start, begin), min(slot.stop, begin + target.numel())
+            if low < high:
+                target[low - begin : high - begin].copy_(flat[low - slot.start : high - slot.start])
 
     def slot(self, name: str) -> Slot:
         """The place of the parameter with that global name."""
@@ -195,7 +153,9 @@ class Unit:
             self._whole.untyped_storage().resize_(0)
 
     def stepped(self) -> None:
-        """The optimizer has changed the owned range: under stages 1 and 2 the rest of the whole is now out of date."""
+        """The master has changed: so has the owned range; under stages 1 and 2 the rest of the whole is out of date."""
+        if self.precision.mixed:
+            self.owned_value.copy_(self.master)
         if self.sharding.optimizer and not self.sharding.parameters:
             self._expect(State.WHOLE, "step")
             self.state = State.SHARDED
@@ -261,13 +221,13 @@ class Unit:
         return self.begin if self.sharding.optimizer else 0
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The owned range as at most two runs: what weight decay applies to and what it does not; padding left out."""
+        """The master as at most two runs: what weight decay applies to and what it does not; padding left out."""
         border = max((slot.stop for slot in self.slots if slot.spec.decay), default=0)
         runs = []
         for low, high, decay in ((0, border, True), (border, self.numel, False)):
             part = self._owned_part(low, high)
             if part.stop > part.start:
-                runs.append(Piece(self.owned_value[part], self.owned_gradient[part], decay))
+                runs.append(Piece(self.master[part], self.owned_gradient[part], decay))
         return tuple(runs)
 
     def unique_gradients(self) -> tuple[Tensor, ...]:
@@ -301,6 +261,11 @@ class Unit:
         whole = torch.empty(self.padded, dtype=owned.dtype, device=owned.device)
         self.data.all_gather(owned.contiguous(), whole, label="export")
         return whole
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the separate master copy, which counts as an optimizer state; 0 without one."""
+        return self.master.untyped_storage().nbytes() if self.precision.mixed else 0
 
     @property
     def state_bytes(self) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""The sharded optimizer: one torch optimizer over the pieces of every unit that this rank owns (ZeRO, section 5).
+"""The sharded optimizer: a torch optimizer over what this rank owns of every unit (ZeRO, section 5).
 
 Clipping by the global norm and the step itself happen on flat runs of memory, at most two per unit, so a fused
-optimizer does them in a few kernels. Nothing here knows the ZeRO stage: a unit says what it owns.
+optimizer does them in a few kernels. In mixed precision the gradient of one unit at a time is widened, so the buffer
+for it does not grow with the model (C_B). Nothing here knows the ZeRO stage: a unit says what it owns.
 """
 
 from __future__ import annotations
@@ -12,35 +13,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.unit import Piece, Unit
+from meshwright.parallel.flat import Piece
+from meshwright.parallel.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes a torch optimizer from parameter groups; each has "params" and "decay" (bool, whether weight decay applies)."""
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over many elements are kept in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+class UnitOptimizer:
+    """Steps the pieces of one unit."""
+
+    def __init__(self, unit: Unit, factory: OptimizerFactory) -> None:
+        self.unit = unit
+        self._pieces = unit.pieces()
+        # A rank whose shard is padding only owns nothing and has nothing to step.
+        groups = [{"params": [piece.value], "decay": piece.decay} for piece in self._pieces]
+        self._optimizer = factory(groups) if groups else None
+
+    def step(self, learning_rate: float, factor: float) -> None:
+        """Update the master with the gradient times `factor`."""
+        if self._optimizer is None:
+            return
+        for piece in self._pieces:
+            piece.value.grad = _scaled(piece, factor)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        for piece in self._pieces:
+            piece.value.grad = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that have one number per parameter: the live optimizer's, and the separate master."""
+        if self._optimizer is None:
+            return self.unit.master_bytes
+        return self.unit.master_bytes + sum(
+            state.numel() * state.element_size()
+            for parameter, states in self._optimizer.state.items()
+            for state in states.values()
+            if isinstance(state, Tensor) and state.shape == parameter.shape
+        )
+
+
+def _scaled(piece: Piece, factor: float) -> Tensor:
+    """The piece's gradient in the dtype of its master, times `factor`; in place where the dtype is the same."""
+    if piece.value.dtype != piece.gradient.dtype:
+        return piece.gradient.to(piece.value.dtype).mul_(factor)
+    return piece.gradient if factor == 1 else piece.gradient.mul_(factor)
 
 
 class ShardedOptimizer:
-    """Steps the owned pieces of `units` with the optimizer that `factory` makes."""
+    """Steps what this rank owns of all `units` with optimizers that `factory` makes, one for each."""
 
     def __init__(self, units: Sequence[Unit], factory: OptimizerFactory) -> None:
+        self._optimizers = [UnitOptimizer(unit, factory) for unit in units]
         self.units = units
-        self._pieces = [piece for unit in units for piece in unit.pieces()]
-        groups = [self._group(decay) for decay in (True, False) if any(p.decay is decay for p in self._pieces)]
-        # A rank whose shards are padding only owns nothing and has nothing to step.
-        self._optimizer = factory(groups) if groups else None
-
-    def _group(self, decay: bool) -> dict[str, Any]:
-        chosen = [piece for piece in self._pieces if piece.decay is decay]
-        return {"params": [self._leaf(piece) for piece in chosen], "decay": decay}
-
-    @staticmethod
-    def _leaf(piece: Piece) -> Tensor:
-        piece.value.grad = piece.gradient
-        return piece.value
 
     def square_norm(self, counted: Callable[[Unit], bool]) -> Tensor:
         """Sum of squares of the unique gradient elements this rank answers for, a float64 scalar.
@@ -51,20 +78,14 @@ class ShardedOptimizer:
         runs = [run for unit in self.units if counted(unit) for run in unit.unique_gradients()]
         total = torch.zeros((), dtype=torch.float64, device=self.units[0].owned_gradient.device)
         for run in runs:
-            total += torch.linalg.vector_norm(run, dtype=accumulation_dtype(run.dtype)).double() ** 2
+            wide = torch.promote_types(run.dtype, torch.float32)
+            total += torch.linalg.vector_norm(run, dtype=wide).double() ** 2
         return total
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply every owned gradient by `factor` (clipping)."""
-        for unit in self.units:
-            unit.owned_gradient.mul_(factor)
-
-    def step(self, learning_rate: float) -> None:
-        """Update the owned values from the owned gradients."""
-        if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
+    def step(self, learning_rate: float, factor: float) -> None:
+        """Update everything owned with its gradient times `factor` (clipping, and undoing the loss scale)."""
+        for optimizer in self._optimizers:
+            optimizer.step(learning_rate, factor)
 
     def finish(self) -> None:
         """End the step, taken or skipped: gradients start at zero again, and what was updated must be gathered."""
@@ -74,12 +95,5 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer states that have one number per parameter, measured on the live optimizer."""
-        if self._optimizer is None:
-            return 0
-        return sum(
-            state.numel() * state.element_size()
-            for parameter, states in self._optimizer.state.items()
-            for state in states.values()
-            if isinstance(state, Tensor) and state.shape == parameter.shape
-        )
+        """Measured bytes of all optimizer states, masters included."""
+        return sum(optimizer.state_bytes for optimizer in self._optimizers)

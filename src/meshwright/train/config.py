@@ -97,8 +97,10 @@ class Config:
     micro_batch: int | None = _key(None, "samples of one micro-batch; none: batch / (m x dp)")
     steps: int = _key(300, "updates of the weights")
     seed: int = _key(0, "decides initial weights, order of samples and dropout")
-    dtype: Literal["float32", "float64", "bfloat16"] = _key("float32", "type of weights and activations")
-    run: str = _key("runs/demo", "folder for log, configuration and weights")
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = _key(
+        "float32", "of weights and activations; in 16 bits the optimizer keeps float32 masters"
+    )
+    folder: str = _key("runs/demo", "where to put log, configuration and weights")
     log_every: int = _key(10, "steps between two lines of the log")
     evaluate_every: int = _key(50, "steps between two evaluations on held-out text")
     evaluation_samples: int = _key(64, "samples of one evaluation")

@@ -9,6 +9,7 @@ from meshwright.costs.sheet import sheet
 from meshwright.costs.spec import GPTSpec
 from meshwright.layout.layout import Layout
 from meshwright.layout.zero import StateBytes, model_state_bytes
+from meshwright.parallel.precision import Precision
 from meshwright.schedule.cut import Cut
 
 
@@ -52,15 +53,14 @@ def _columns(states: StateBytes) -> tuple[int, int, int, int]:
     return states.parameters, states.gradients, states.optimizer, states.total
 
 
-def formula(spec: GPTSpec, layout: Layout, cut: Cut, bytes_per_element: int) -> list[StateBytes]:
-    """What the ZeRO table says for every rank: parameters and gradients of the run's dtype, and Adam's two moments."""
-    per_parameter = StateBytes(bytes_per_element, bytes_per_element, 2 * bytes_per_element)
+def formula(spec: GPTSpec, layout: Layout, cut: Cut, precision: Precision) -> list[StateBytes]:
+    """What the ZeRO table says for every rank, with Adam in the run's precision."""
     return [
         model_state_bytes(
             parameters_on_rank(spec, cut, layout.mesh.coordinate(rank).pipeline, layout.tensor),
             layout.data,
             layout.zero,
-            per_parameter,
+            precision.adam_bytes,
         )
         for rank in range(layout.ranks)
     ]

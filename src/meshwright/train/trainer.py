@@ -26,6 +26,7 @@ from meshwright.engine.build import build
 from meshwright.engine.engine import Engine, StepResult
 from meshwright.engine.tracer import Tracer
 from meshwright.layout.layout import Layout
+from meshwright.parallel.precision import Precision
 from meshwright.train import summary
 from meshwright.train.batches import evaluation_batches, training_batches
 from meshwright.train.config import Config, dump
@@ -36,7 +37,7 @@ from meshwright.train.sampling import CONFIG, sample
 from meshwright.train.trace import write_trace
 from meshwright.train.weights import save_weights
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def run_rank(start: Start, config: Config) -> None:
@@ -102,7 +103,7 @@ class Trainer:
         self.config = config
         self.layout = layout
         self.groups = groups
-        self.run_folder = Path(config.run)
+        self.run_folder = Path(config.folder)
         self._sampler = Sampler(corpus.train, config.model.sequence, config.seed)
         self._held_out = held_out_windows(corpus.held_out, config.model.sequence, config.evaluation_samples)
         self.engine: Engine = build(
@@ -188,7 +189,8 @@ class Trainer:
         folder = save_weights(self.engine, self.run_folder)
         measured = summary.all_ranks(self.groups.world, self.engine.state_bytes(), self.groups.device)
         if self.groups.rank == 0:
-            theory = summary.formula(config.model, layout, self.engine.stage.cut, DTYPES[config.dtype].itemsize)
+            precision = Precision.of(DTYPES[config.dtype])
+            theory = summary.formula(config.model, layout, self.engine.stage.cut, precision)
             self._say(f"\nweights: {folder}\n\n{summary.table(layout, measured, theory)}")
             self._say(f"\na sample of what it learned:\n{sample(self.run_folder, SAMPLE_PROMPT)}")
 
