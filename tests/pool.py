@@ -35,14 +35,14 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
     connected: dict[Mesh, Groups] = {}
     while True:
         try:
-            mesh, rank, folder, timeout, function, arguments = pipe.recv()
+            mesh, rank, folder, timeout, transport, function, arguments = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
         try:
             if mesh not in connected:
                 rendezvous = f"file://{folder}/{mesh.data}-{mesh.pipeline}-{mesh.tensor}"
                 start = Start(rank, mesh.size, rank, mesh.size, rendezvous, attempt=0, agent_store=False)
-                connected[mesh] = connect(mesh, start, torch.device("cpu"), timeout)
+                connected[mesh] = connect(mesh, start, torch.device("cpu"), timeout, transport)
             connected[mesh].ledger.clear()
             answer = ("result", function(connected[mesh], *arguments))
         except BaseException:
@@ -53,8 +53,9 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
 class RankPool:
     """Up to as many ranks as a test asks for; see the module's text."""
 
-    def __init__(self, timeout: float = 20.0) -> None:
+    def __init__(self, timeout: float = 20.0, transport: str = "auto") -> None:
         self.timeout = timeout
+        self.transport = transport
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
@@ -72,7 +73,7 @@ class RankPool:
         assert self._folder is not None
         workers = self._workers[: mesh.size]
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((mesh, rank, self._folder.name, self.timeout, function, arguments[rank]))
+            pipe.send((mesh, rank, self._folder.name, self.timeout, self.transport, function, arguments[rank]))
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + limit
         while len(answers) < mesh.size:

@@ -57,20 +57,20 @@ def sent_for_data_parallelism(groups: Groups, layout: Layout) -> tuple[int, int]
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize("data", [2, 4])
 @pytest.mark.parametrize("zero", ZeroStage)
-def test_traffic_of_each_zero_stage_equals_the_papers(pool: RankPool, zero: ZeroStage, data: int, m: int) -> None:
+def test_traffic_of_each_zero_stage_equals_the_papers(gloo_pool: RankPool, zero: ZeroStage, data: int, m: int) -> None:
     layout = Layout(data=data, zero=zero, micro_batches=m)
     expected = 4 * data_parallel(parameters(SPEC), data, zero, m)
-    for gradients, weights in pool.run(layout.mesh, sent_for_data_parallelism, layout):
+    for gradients, weights in gloo_pool.run(layout.mesh, sent_for_data_parallelism, layout):
         assert gradients + weights == expected
         assert (weights > 0) == (zero > 0)
 
 
-def test_in_multiples_of_the_model_one_micro_batch_sends_2_2_2_and_3(pool: RankPool) -> None:
+def test_in_multiples_of_the_model_one_micro_batch_sends_2_2_2_and_3(gloo_pool: RankPool) -> None:
     whole = 4 * parameters(SPEC)
     multiples = []
     for zero in ZeroStage:
         layout = Layout(data=4, zero=zero)
-        sent = sum(pool.run(layout.mesh, sent_for_data_parallelism, layout)[0])
+        sent = sum(gloo_pool.run(layout.mesh, sent_for_data_parallelism, layout)[0])
         multiples.append(sent * 4 / 3 / whole)  # the papers leave out the factor (d-1)/d
     assert multiples == [2, 2, 2, 3]
 
@@ -82,10 +82,10 @@ def tensor_calls(groups: Groups, layout: Layout, spec: GPTSpec) -> tuple[int, in
 
 
 @pytest.mark.parametrize("m", [1, 3])
-def test_a_transformer_layer_makes_four_all_reduces_per_micro_batch(pool: RankPool, m: int) -> None:
+def test_a_transformer_layer_makes_four_all_reduces_per_micro_batch(gloo_pool: RankPool, m: int) -> None:
     layout = Layout(tensor=2, micro_batches=m)
     few, many = (GPTSpec(layers=layers, hidden=32, heads=4, sequence=8, vocabulary=64) for layers in (2, 5))
-    fewer, more = (pool.run(layout.mesh, tensor_calls, layout, spec)[0] for spec in (few, many))
+    fewer, more = (gloo_pool.run(layout.mesh, tensor_calls, layout, spec)[0] for spec in (few, many))
     assert more[0] - fewer[0] == 3 * 2 * m
     assert more[1] - fewer[1] == 3 * 2 * m
 
@@ -96,10 +96,10 @@ def pipeline_messages(groups: Groups, layout: Layout) -> tuple[int, int]:
     return down, groups.ledger.total(Kind.SEND, "pipeline", "gradients").sent
 
 
-def test_a_stage_sends_its_boundary_once_per_micro_batch_and_direction(pool: RankPool) -> None:
+def test_a_stage_sends_its_boundary_once_per_micro_batch_and_direction(gloo_pool: RankPool) -> None:
     layout = Layout(pipeline=3, micro_batches=4)
     boundary = 8 * SPEC.sequence * SPEC.hidden * 4  # all samples of the step
-    assert pool.run(layout.mesh, pipeline_messages, layout) == [(boundary, 0), (boundary, boundary), (0, boundary)]
+    assert gloo_pool.run(layout.mesh, pipeline_messages, layout) == [(boundary, 0), (boundary, boundary), (0, boundary)]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ def held(groups: Groups, layout: Layout) -> StateBytes:
 
 
 @pytest.mark.parametrize("zero", ZeroStage)
-def test_bytes_of_model_states_equal_the_article(pool: RankPool, zero: ZeroStage) -> None:
+def test_bytes_of_model_states_equal_the_article(gloo_pool: RankPool, zero: ZeroStage) -> None:
     layout = Layout(data=4, zero=zero)
     expected = model_state_bytes(parameters(SPEC), 4, zero, StateBytes(4, 4, 8))
-    assert pool.run(layout.mesh, held, layout) == [expected] * 4
+    assert gloo_pool.run(layout.mesh, held, layout) == [expected] * 4
 
 
 def held_and_formula(groups: Groups, layout: Layout, spec: GPTSpec) -> tuple[StateBytes, StateBytes]:
@@ -123,11 +123,26 @@ def held_and_formula(groups: Groups, layout: Layout, spec: GPTSpec) -> tuple[Sta
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("text", ["dp2", "dp2.tp2/zero1", "dp2.pp2/zero3/m2", "tp2.pp2/m2", "dp2.tp2/zero2", "tp4"])
-def test_bytes_divided_by_every_axis_equal_the_summary_of_a_run(pool: RankPool, text: str, tied: bool) -> None:
+def test_bytes_divided_by_every_axis_equal_the_summary_of_a_run(gloo_pool: RankPool, text: str, tied: bool) -> None:
     layout = Layout.parse(text)
     spec = replace(SPEC, tied=tied)
-    for measured, expected in pool.run(layout.mesh, held_and_formula, layout, spec):
+    for measured, expected in gloo_pool.run(layout.mesh, held_and_formula, layout, spec):
         assert measured == expected
+
+
+def held_sharing(groups: Groups, layout: Layout) -> tuple[StateBytes, bool]:
+    return trained(groups, layout).state_bytes(), groups.data.shares_memory
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_that_share_memory_hold_the_whole_parameters_once_together(pool: RankPool, zero: int) -> None:
+    layout = Layout(data=4, zero=zero)  # type: ignore[arg-type]
+    whole = 4 * parameters(SPEC)
+    for held_bytes, sharing in pool.run(layout.mesh, held_sharing, layout):
+        if not sharing:
+            pytest.skip("the ranks of this host do not share memory")
+        assert held_bytes.parameters == whole // 4
+        assert held_bytes.optimizer == 2 * whole // 4
 
 
 def whole_units(groups: Groups, layout: Layout) -> int:
@@ -139,7 +154,7 @@ def whole_units(groups: Groups, layout: Layout) -> int:
     def watching(*arguments: object) -> None:
         nonlocal most
         original(*arguments)  # type: ignore[arg-type]
-        most = max(most, sum(unit._whole.untyped_storage().nbytes() for unit in engine.stage.units.values()))
+        most = max(most, sum(unit._whole.held_bytes for unit in engine.stage.units.values()))
 
     engine._interpreter._act = watching  # type: ignore[assignment,method-assign]
     tokens = torch.zeros(4, 8, dtype=torch.int64)
@@ -147,7 +162,7 @@ def whole_units(groups: Groups, layout: Layout) -> int:
     return most
 
 
-def test_stage_3_holds_one_whole_unit_at_a_time(pool: RankPool) -> None:
+def test_stage_3_holds_one_whole_unit_at_a_time(gloo_pool: RankPool) -> None:
     layout = Layout(data=2, zero=3)  # type: ignore[arg-type]
     block = 12 * 32**2 + 13 * 32
-    assert pool.run(layout.mesh, whole_units, layout) == [4 * block] * 2
+    assert gloo_pool.run(layout.mesh, whole_units, layout) == [4 * block] * 2

@@ -50,7 +50,7 @@ def test_an_error_in_a_layer_shows_the_rank_the_action_and_the_program_around_it
 def test_nothing_of_a_step_is_left_when_it_is_over() -> None:
     engine = build(SPEC, Layout(micro_batches=2), solo(), sgd)
     flight = engine._run(engine.program, batches(2), None)
-    assert not (flight.inputs or flight.outputs or flight.activation or flight.gradient)
+    assert not (flight.inputs or flight.kept or flight.outputs or flight.activation or flight.gradient)
 
 
 def test_zero_over_one_data_rank_divides_nothing() -> None:

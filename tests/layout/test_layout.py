@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.layout.layout import Layout, Recompute, ScheduleName
+from meshwright.layout.layout import Checkpoints, Layout, Recompute, ScheduleName
 from meshwright.layout.mesh import Mesh
 from meshwright.layout.zero import ZeroStage
 
@@ -22,6 +22,7 @@ layouts = st.builds(
     schedule=st.sampled_from(ScheduleName),
     micro_batches=sizes,
     recompute=st.sampled_from(Recompute),
+    checkpoints=st.sampled_from(Checkpoints),
 )
 
 

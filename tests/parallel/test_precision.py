@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from pool import RankPool
 
 from meshwright.comm.connect import Groups, solo
 from meshwright.costs.sheet import parameters
@@ -18,6 +17,7 @@ from meshwright.layout.share import micro_batch_samples
 from meshwright.layout.zero import MIXED_ADAM, StateBytes, ZeroStage, model_state_bytes
 from meshwright.model.batch import MicroBatch
 from meshwright.parallel.precision import LossScale, Precision
+from pool import RankPool
 
 SPEC = GPTSpec(layers=2, hidden=32, heads=4, sequence=8, vocabulary=64)
 
@@ -54,11 +54,11 @@ def held(groups: Groups, layout: Layout, dtype: torch.dtype) -> StateBytes:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zero", ZeroStage)
 def test_mixed_precision_takes_16_bytes_per_parameter_divided_as_in_the_paper(
-    pool: RankPool, zero: ZeroStage, dtype: torch.dtype
+    gloo_pool: RankPool, zero: ZeroStage, dtype: torch.dtype
 ) -> None:
     layout = Layout(data=4, zero=zero)
     expected = model_state_bytes(parameters(SPEC), 4, zero, MIXED_ADAM)
-    assert pool.run(layout.mesh, held, layout, dtype) == [expected] * 4
+    assert gloo_pool.run(layout.mesh, held, layout, dtype) == [expected] * 4
 
 
 def test_the_precisions_say_what_adam_takes() -> None:

@@ -30,6 +30,9 @@ def make_app() -> App:
     app.command(
         "meshwright.cli.verify:verify", name="verify", help="Prove that a layout computes what one process computes."
     )
+    app.command(
+        "meshwright.cli.doctor:app", name="doctor", help="Examine what this machine does: communication (comm)."
+    )
     return app
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.group import CommunicationError, Group, Handle, Reduction
+from meshwright.comm.group import CPU, CommunicationError, Group, Handle, MismatchError, Reduction
 from meshwright.comm.ledger import Kind
 
 SIGNATURE = "signature"
@@ -30,13 +30,6 @@ SIGNATURE = "signature"
 
 # Frames that are never the place a call is looked for at: this package, and autograd, which calls it back.
 _BETWEEN = ("meshwright.comm", "torch")
-
-
-class MismatchError(RuntimeError):
-    """The ranks of a group made different calls; the text shows each with its ranks and its place in the source.
-
-    Not a CommunicationError: those can follow from the end of another rank, this one is a cause.
-    """
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,14 @@ class Site:
 class Signature:
     """A call as the ranks compare it: what, what for, its tensors in words, how or from whom, and from where."""
 
-    kind: Kind
+    kind: str
     label: str
     tensors: tuple[str, ...]
     detail: str
     site: Site
 
     def __str__(self) -> str:
-        call = f"{self.kind} of {self.label}" if self.label else str(self.kind)
+        call = f"{self.kind} of {self.label}" if self.label else self.kind
         return ", ".join([f"{call}{self.detail}", *self.tensors]) + f", at {self.site}"
 
     @property
@@ -95,14 +88,28 @@ class CheckedGroup(Group):
         self,
         inner: Group,
         store: dist.Store,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
         timeout: float = 60.0,
     ) -> None:
         super().__init__(inner.axis, inner.ranks, inner.index, inner.ledger)
         self.inner = inner
         self._store = dist.PrefixStore(SIGNATURE, store)
-        self._device = device or torch.device("cpu")
+        self._device = device
         self._timeout = timedelta(seconds=timeout)
+
+    @property
+    def shares_memory(self) -> bool:
+        """See `Group`."""
+        return self.inner.shares_memory
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Group`."""
+        return self.inner.buffer(numel, dtype, device)
+
+    def whole(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Group`."""
+        self._compare("whole", "", (), f" of {numel} {_name(dtype)}")
+        return self.inner.whole(numel, dtype, device)
 
     def start_all_reduce(self, tensor: Tensor, *, label: str, reduction: Reduction = Reduction.SUM) -> Handle:
         """See `Group`."""
@@ -129,15 +136,14 @@ class CheckedGroup(Group):
         self._compare(Kind.BARRIER, "", ())
         self.inner.barrier()
 
-    def _compare(self, kind: Kind, label: str, tensors: tuple[Tensor, ...], detail: str = "") -> None:
+    def _compare(self, kind: str, label: str, tensors: tuple[Tensor, ...], detail: str = "") -> None:
         own = Signature(kind, label, tuple(map(_in_words, tensors)), detail, call_site())
         mine = torch.tensor([own.digest], device=self._device)
         everyones = torch.empty(self.size, dtype=torch.int64, device=self._device)
         try:
             self.inner.all_gather(mine, everyones, label=SIGNATURE)
         except CommunicationError as error:
-            where = f"rank {self.ranks[self.index]} in {self}"
-            raise CommunicationError(f"{where} waited for the other ranks to call\n  {own}\n{error}") from error
+            raise CommunicationError(f"{self.where} waited for the other ranks to call\n  {own}\n{error}") from error
         digests: list[int] = everyones.tolist()
         if len(set(digests)) > 1:
             raise MismatchError(self._difference(own, digests))
@@ -174,4 +180,8 @@ def call_site() -> Site:
 def _in_words(tensor: Tensor) -> str:
     """Shape and dtype; a tensor with gaps is not taken by every collective, so that counts too."""
     gaps = "" if tensor.is_contiguous() else " with gaps"
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{gaps}"
+    return f"{tuple(tensor.shape)} {_name(tensor.dtype)}{gaps}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,50 +1,26 @@
-"""From a mesh and a `Start` to the live groups of one rank: the store, the backends, the handshake.
+"""From a mesh and a `Start` to the live groups of one rank: the store, the groups and channels, the handshake.
 
 Every group takes its own prefix in the store, below one for the attempt, so restarts and several meshes never meet.
+What carries a group is decided in `wiring`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.backend import Backend, gloo, gloo_device, nccl
-from meshwright.comm.channel import Channel
+from meshwright.comm.channel import Channel, SoloChannel
 from meshwright.comm.group import Group, SoloGroup
 from meshwright.comm.handshake import agree
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.start import Start
-from meshwright.comm.torch_group import TorchGroup
+from meshwright.comm.wiring import Transport, Wiring, wire
 from meshwright.layout.mesh import Axis, Mesh
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What new groups are made from: the store of this attempt, the device that decides the backend, the time-out.
-
-    `made` keeps the groups among stages, by name: a second engine on the same mesh must not meet the first one's
-    entries in the store.
-    """
-
-    store: dist.Store
-    device: torch.device
-    timeout: float
-    local: bool
-    made: dict[str, Group] = field(default_factory=dict)
-
-    def backend(self, name: str, index: int, size: int) -> Backend:
-        """A gloo or NCCL backend for `size` ranks that all call this with the same `name`."""
-        store = dist.PrefixStore(name, self.store)
-        if self.device.type == "cuda":
-            return nccl(store, index, size, self.timeout)
-        device = gloo_device(self.local, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        return gloo(store, index, size, device, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -71,7 +47,7 @@ class Groups:
         assert self.wiring is not None, "a mesh of one rank has one stage"
         key = f"{name}-{ranks}"
         if key not in self.wiring.made:
-            self.wiring.made[key] = _group(self.wiring, name, ranks, self.rank, self.ledger)
+            self.wiring.made[key] = self.wiring.group(name, ranks, self.rank, self.ledger)
         return self.wiring.made[key]
 
     def agree(self, statement: Mapping[str, str]) -> None:
@@ -86,13 +62,28 @@ def solo(device: torch.device | None = None) -> Groups:
     return _assemble(Mesh(), 0, device or torch.device("cpu"), ledger, None)
 
 
-def connect(mesh: Mesh, start: Start, device: torch.device, timeout: float = 60.0) -> Groups:
+def connect(
+    mesh: Mesh,
+    start: Start,
+    device: torch.device,
+    timeout: float = 60.0,
+    transport: str = Transport.AUTO,
+    debug: bool = False,
+) -> Groups:
     """Connect this process, as the rank `start` says it is, to the others of `mesh`.
 
     Every wait in the groups ends after `timeout` seconds with an error that names rank and operation.
 
+    Args:
+        mesh: of all ranks.
+        start: this process's place.
+        device: of the tensors that will be communicated.
+        timeout: seconds.
+        transport: between CPU ranks: "shared" memory of one host, "gloo", or "auto" for the first of these that works.
+        debug: compare every collective over its group before it runs (see `comm.checked`).
+
     Raises:
-        ValueError: the mesh needs another number of ranks than were started.
+        ValueError: the mesh needs another number of ranks than were started, or the transport cannot be had.
     """
     if mesh.size != start.ranks:
         raise ValueError(
@@ -102,8 +93,7 @@ def connect(mesh: Mesh, start: Start, device: torch.device, timeout: float = 60.
     if mesh.size == 1:
         return solo(device)
     store = dist.PrefixStore(f"attempt-{start.attempt}", _store(start, timeout))
-    local = start.local_ranks == start.ranks
-    return _assemble(mesh, start.rank, device, Ledger(), Wiring(store, device, timeout, local))
+    return _assemble(mesh, start.rank, device, Ledger(), wire(store, start, device, timeout, transport, debug))
 
 
 def _store(start: Start, timeout: float) -> dist.Store:
@@ -121,32 +111,23 @@ def _store(start: Start, timeout: float) -> dist.Store:
 
 
 def _assemble(mesh: Mesh, rank: int, device: torch.device, ledger: Ledger, wiring: Wiring | None) -> Groups:
-    along = {axis: _group(wiring, axis.value, mesh.group(axis, rank), rank, ledger) for axis in Axis}
-    line = along[Axis.PIPELINE]
-    channels = []
-    for label in ("activations", "gradients"):
-        backend = None
-        if wiring is not None and line.size > 1:
-            backend = wiring.backend(f"{label}-{line.ranks[0]}", line.index, line.size)
-        channels.append(Channel(label, line.ranks, line.index, ledger, backend))
+    def group(name: str, ranks: tuple[int, ...]) -> Group:
+        return SoloGroup(name, rank, ledger) if wiring is None else wiring.group(name, ranks, rank, ledger)
+
+    def channel(label: str, ranks: tuple[int, ...]) -> Channel:
+        return SoloChannel(label, ranks, 0, ledger) if wiring is None else wiring.channel(label, ranks, rank, ledger)
+
+    line = mesh.group(Axis.PIPELINE, rank)
     return Groups(
         mesh=mesh,
         rank=rank,
         device=device,
         ledger=ledger,
-        world=_group(wiring, "world", tuple(range(mesh.size)), rank, ledger),
-        data=along[Axis.DATA],
-        pipeline=line,
-        tensor=along[Axis.TENSOR],
-        activations=channels[0],
-        gradients=channels[1],
+        world=group("world", tuple(range(mesh.size))),
+        data=group(Axis.DATA, mesh.group(Axis.DATA, rank)),
+        pipeline=group(Axis.PIPELINE, line),
+        tensor=group(Axis.TENSOR, mesh.group(Axis.TENSOR, rank)),
+        activations=channel("activations", line),
+        gradients=channel("gradients", line),
         wiring=wiring,
     )
-
-
-def _group(wiring: Wiring | None, name: str, ranks: tuple[int, ...], rank: int, ledger: Ledger) -> Group:
-    if len(ranks) == 1 or wiring is None:
-        return SoloGroup(name, rank, ledger)
-    index = ranks.index(rank)
-    backend = wiring.backend(f"{name}-{ranks[0]}-{ranks[-1]}", index, len(ranks))
-    return TorchGroup(name, ranks, index, ledger, backend, native=wiring.device.type == "cuda")

@@ -2,7 +2,8 @@
 
 `Group` is the interface that every layer, optimizer and engine receives: they are handed their group and never look
 one up. A group of size 1 is the ordinary case and not a branch: `SoloGroup` computes exactly what a collective over
-one rank means (nothing moves, nothing is counted). The groups over torch's process groups stand in `torch_group.py`.
+one rank means (nothing moves, nothing is counted). The groups over torch's process groups stand in `torch_group.py`,
+those over memory that the ranks of a host share in `shared/group.py`.
 
 Every call has a `label` that says what it is for; it appears in the ledger and in every error.
 """
@@ -13,9 +14,12 @@ from abc import ABC, abstractmethod
 from enum import Enum
 from typing import Protocol, final
 
+import torch
 from torch import Tensor
 
-from meshwright.comm.ledger import Ledger
+from meshwright.comm.ledger import Kind, Ledger
+
+CPU = torch.device("cpu")
 
 
 class Reduction(Enum):
@@ -44,6 +48,10 @@ class CommunicationError(RuntimeError):
     """A collective or message failed or timed out; the text names rank, operation, axis and peers."""
 
 
+class MismatchError(RuntimeError):
+    """The ranks of a group did not all do the same; the text names each rank and what it did. Not a lost peer."""
+
+
 class Group(ABC):
     """Ranks that communicate along one axis.
 
@@ -61,12 +69,43 @@ class Group(ABC):
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def where(self) -> str:
+        """This rank and its group, for errors."""
+        return f"rank {self.ranks[self.index]} in {self}"
+
     def __str__(self) -> str:
         return f"{self.axis} group {self.ranks}"
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the tensors of `buffer` and `whole` are memory that the members share."""
+        return False
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """A 1-D tensor of undefined content that the collectives of this group handle best; meant to live long.
+
+        Every member must ask for the same buffers in the same order. Where the members share memory, a reduction of
+        (parts of) buffers reads them where they are.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def whole(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """A 1-D tensor of undefined content to gather into; where the members share memory, one memory for all of them.
+
+        A collective call: every member makes it, in the same order. Where `shares_memory`, a member writes its own
+        part only, and not while another may still read the old one; an all-gather from the members' own parts into the
+        whole then moves nothing and says that all have written theirs. No other collective but a broadcast may work on
+        it, and its storage cannot be resized.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
     @abstractmethod
     def start_all_reduce(self, tensor: Tensor, *, label: str, reduction: Reduction = Reduction.SUM) -> Handle:
-        """Combine `tensor` (any shape, contiguous) over the group, in place on every rank."""
+        """Combine `tensor` (any shape, contiguous) over the group, in place on every rank.
+
+        The sum of booleans is their "or".
+        """
 
     @abstractmethod
     def start_reduce_scatter(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
@@ -109,6 +148,18 @@ class Group(ABC):
     def broadcast(self, tensor: Tensor, source: int, *, label: str) -> None:
         """`start_broadcast`, awaited."""
         self.start_broadcast(tensor, source, label=label).wait()
+
+    def _check_contiguous(self, tensor: Tensor, kind: Kind, label: str) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(f"{kind} of {label}: the tensor {tuple(tensor.shape)} is not contiguous")
+
+    def _check_shard(self, whole: Tensor, shard: Tensor, label: str) -> None:
+        # A wrong size aborts the process inside gloo, and a wrong dtype gives garbage without an error.
+        if whole.numel() != shard.numel() * self.size or whole.dtype != shard.dtype:
+            raise ValueError(
+                f"{label} in {self}: a shard of {shard.numel()} {shard.dtype} elements does not make "
+                f"{whole.numel()} {whole.dtype} elements on {self.size} ranks"
+            )
 
 
 @final

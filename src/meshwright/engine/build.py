@@ -8,20 +8,25 @@ one rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import torch
 from torch import nn
 
 from meshwright.comm.connect import Groups
+from meshwright.comm.group import Group
 from meshwright.costs.spec import GPTSpec
 from meshwright.engine.engine import Engine, effective_stage
 from meshwright.engine.stage import Stage
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import Checkpoints, Layout
 from meshwright.layout.zero import row
 from meshwright.model.gpt import TIED, build_layer, parameters_of
 from meshwright.model.split import cut_layers
+from meshwright.parallel.flat import padded_numel
 from meshwright.parallel.parameter import DescribedParameter, cut, initial_value
+from meshwright.parallel.pool import GradientPool
 from meshwright.parallel.precision import Precision
+from meshwright.parallel.residual import Here, Host, Split, Store
 from meshwright.parallel.unit import Unit
 from meshwright.parallel.zero import OptimizerFactory, ShardedOptimizer
 from meshwright.schedule.cut import Cut
@@ -48,14 +53,30 @@ def build(
     }
     sharding = row(effective_stage(layout))
     precision = Precision.of(dtype)
+    by_unit = _by_unit(spec, layers, stages)
+    largest = max(padded_numel(parameters, groups.data.size, groups.tensor.size) for parameters in by_unit.values())
+    pool = GradientPool(groups.data, largest, dtype, groups.device)
     units = {
-        name: Unit(name, parameters, groups.data, groups.tensor, sharding, precision, groups.device)
-        for name, parameters in _by_unit(spec, layers, stages).items()
+        name: Unit(name, parameters, groups.data, groups.tensor, sharding, precision, groups.device, pool)
+        for name, parameters in by_unit.items()
     }
     for unit in units.values():
         _fill(unit, seed)
-    stage = Stage(layers, units, stages, spec.hidden, dtype)
+    stage = Stage(layers, units, stages, spec.hidden, dtype, checkpoint_store(layout.checkpoints, groups.tensor))
     return Engine(layout, stage, groups, ShardedOptimizer(list(units.values()), optimizer), clip)
+
+
+def checkpoint_store(place: Checkpoints, tensor: Group) -> Store:
+    """Where a layout's recompute inputs are kept; over one tensor rank nothing is split."""
+    match place:
+        case Checkpoints.WHOLE:
+            return Here()
+        case Checkpoints.SPLIT:
+            return Split(tensor, Here()) if tensor.size > 1 else Here()
+        case Checkpoints.HOST:
+            return Split(tensor, Host()) if tensor.size > 1 else Host()
+        case _:
+            assert_never(place)
 
 
 def _by_unit(spec: GPTSpec, layers: Mapping[int, nn.Module], stages: Cut) -> Mapping[str, Sequence[DescribedParameter]]:
@@ -74,5 +95,4 @@ def _fill(unit: Unit, seed: int) -> None:
         unit.load(
             slot.name, cut(initial_value(slot.spec, slot.name, seed), slot.spec, unit.tensor.index, unit.tensor.size)
         )
-    if unit.sharding.parameters:
-        unit.release()
+    unit.rest()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.batch import MicroBatch
+from meshwright.parallel.residual import Kept, Store
 from meshwright.parallel.unit import Unit
 from meshwright.schedule.cut import Cut
 
@@ -44,22 +45,30 @@ class Flight:
     gradient: dict[int, Tensor] = field(default_factory=dict)
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
 
 
 class Stage:
     """Layers by their index in the whole model, the units they read, and how to run one of them on one micro-batch.
 
-    What travels between layers is (b, s, `width`) of `dtype`.
+    What travels between layers is (b, s, `width`) of `dtype`; inputs that are recomputed from wait in `store`.
     """
 
     def __init__(
-        self, layers: Mapping[int, nn.Module], units: Mapping[str, Unit], cut: Cut, width: int, dtype: torch.dtype
+        self,
+        layers: Mapping[int, nn.Module],
+        units: Mapping[str, Unit],
+        cut: Cut,
+        width: int,
+        dtype: torch.dtype,
+        store: Store,
     ) -> None:
         self.layers = layers
         self.units = units
         self.cut = cut
         self.width = width
         self.dtype = dtype
+        self.store = store
         self._last = cut.bounds[-1] - 1
 
     def empty_activation(self, batch: MicroBatch) -> Tensor:
@@ -72,8 +81,9 @@ class Stage:
         graph = keep is Keep.GRAPH
         if graph:
             activation = self._cut_off(activation)
-        if keep is not Keep.NOTHING:
             flight.inputs[micro_batch, layer] = activation
+        elif keep is Keep.INPUT:
+            flight.kept[micro_batch, layer] = self.store.keep(activation)
         with torch.set_grad_enabled(graph):
             output: Tensor = self.layers[layer](activation, flight.batches[micro_batch])
         if graph:
@@ -85,7 +95,7 @@ class Stage:
 
     def recompute(self, flight: Flight, micro_batch: int, layer: int) -> None:
         """Run `layer` again from its kept input, now with a graph; dropout depends on position only and is the same."""
-        activation = self._cut_off(flight.inputs[micro_batch, layer])
+        activation = self._cut_off(flight.kept.pop((micro_batch, layer)).restore())
         flight.inputs[micro_batch, layer] = activation
         with torch.enable_grad():
             flight.outputs[micro_batch, layer] = self.layers[layer](activation, flight.batches[micro_batch])

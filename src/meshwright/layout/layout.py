@@ -31,6 +31,14 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Checkpoints(StrEnum):
+    """Where the layers' inputs that recompute starts from are kept (ZeRO-R; Rajbhandari et al., 2020, section 6.1)."""
+
+    WHOLE = "whole"
+    SPLIT = "pa"
+    HOST = "pa-cpu"
+
+
 class ScheduleName(StrEnum):
     """The pipeline schedules that a layout can ask for; `schedule.catalog` builds them."""
 
@@ -40,7 +48,7 @@ class ScheduleName(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Axis sizes, ZeRO stage, schedule, micro-batches per step and pipeline (m), recompute mode.
+    """Axis sizes, ZeRO stage, schedule, micro-batches per step and pipeline (m), recompute mode, checkpoints.
 
     Plain ints and strings are accepted for the enums (`Layout(zero=2, schedule="gpipe")`). Raises ValueError for a size
     below 1 or an unknown stage, schedule or mode.
@@ -53,6 +61,7 @@ class Layout:
     schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
     micro_batches: int = 1
     recompute: Recompute = Recompute.NONE
+    checkpoints: Checkpoints = Checkpoints.WHOLE
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "micro_batches"):
@@ -64,6 +73,7 @@ class Layout:
         object.__setattr__(self, "zero", ZeroStage(self.zero))
         object.__setattr__(self, "schedule", _member(ScheduleName, self.schedule))
         object.__setattr__(self, "recompute", _member(Recompute, self.recompute))
+        object.__setattr__(self, "checkpoints", _member(Checkpoints, self.checkpoints))
 
     @property
     def mesh(self) -> Mesh:
@@ -80,6 +90,8 @@ class Layout:
         parts = [axes, f"zero{int(self.zero)}", str(self.schedule), f"m{self.micro_batches}"]
         if self.recompute is not Recompute.NONE:
             parts.append(f"recompute-{self.recompute}")
+        if self.checkpoints is not Checkpoints.WHOLE:
+            parts.append(str(self.checkpoints))
         return "/".join(parts)
 
     @classmethod
@@ -108,6 +120,7 @@ _NUMBERED = {"dp": "data", "tp": "tensor", "pp": "pipeline", "zero": "zero", "m"
 _WORDS: dict[str, tuple[str, str]] = {
     **{str(name): ("schedule", str(name)) for name in ScheduleName},
     **{f"recompute-{mode}": ("recompute", str(mode)) for mode in Recompute},
+    **{str(place): ("checkpoints", str(place)) for place in Checkpoints if place is not Checkpoints.WHOLE},
 }
 """A part that is a word -> the field it sets and its value."""
 

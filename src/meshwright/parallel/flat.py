@@ -64,3 +64,9 @@ def lay_out(parameters: Sequence[DescribedParameter], tensor_size: int) -> tuple
         slots.append(Slot(name, spec, spec.local_shape(tensor_size), start, tuple(places[name])))
         start = slots[-1].stop
     return tuple(slots)
+
+
+def padded_numel(parameters: Sequence[DescribedParameter], shards: int, tensor_size: int) -> int:
+    """Elements of the unit that these parameters make, padded so that `shards` ranks can cut it evenly."""
+    slots = lay_out(parameters, tensor_size)
+    return -(-slots[-1].stop // shards) * shards if slots else 0

@@ -30,7 +30,9 @@ from meshwright.comm.group import Done, Group, Handle
 from meshwright.layout.zero import Sharding
 from meshwright.parallel.flat import Piece, Slot, lay_out
 from meshwright.parallel.parameter import DescribedParameter
+from meshwright.parallel.pool import GradientPool
 from meshwright.parallel.precision import Precision
+from meshwright.parallel.whole import PrivateWhole, SharedWhole, Whole
 
 
 class State(Enum):
@@ -53,6 +55,7 @@ class Unit:
         sharding: Sharding,
         precision: Precision,
         device: torch.device,
+        pool: GradientPool | None = None,
     ) -> None:
         self.name = name
         self.precision = precision
@@ -65,14 +68,23 @@ class Unit:
         self.padded = self.shard_numel * data.size
         self.begin = data.index * self.shard_numel
 
-        self._whole = torch.zeros(self.padded, dtype=precision.compute, device=device)
-        self._whole_bytes = self._whole.untyped_storage().nbytes()
-        # Backward has saved views of `_whole`; gathering into it must not count as changing them, so it is written
-        # through an alias with a version counter of its own.
-        self._writable = self._whole.data
-        self._shard = self._own(self._writable).clone() if sharding.parameters else self._own(self._writable)
-        gradient_numel = self.shard_numel if sharding.gradients else self.padded
-        self._gradient = torch.zeros(gradient_numel, dtype=precision.compute, device=device)
+        dtype = precision.compute
+        shared = sharding.optimizer and data.shares_memory
+        self._whole: Whole = (
+            SharedWhole(data, self.padded, dtype, device)
+            if shared
+            else PrivateWhole(data, self.padded, dtype, device, releases=sharding.parameters)
+        )
+        self._writable = self._whole.writable
+        own = self._own(self._writable)
+        self._shard = own.clone() if sharding.parameters and not shared else own.zero_()
+        self._pool = pool or GradientPool(data, self.padded, dtype, device)
+        self._buffer: Tensor | None = None
+        self._gradient = (
+            torch.zeros(self.shard_numel, dtype=dtype, device=device)
+            if sharding.gradients
+            else data.buffer(self.padded, dtype, device).zero_()
+        )
         # What the optimizer updates: a copy in higher precision, or the owned values themselves.
         self.master = self.owned_value
         if precision.mixed:
@@ -80,7 +92,8 @@ class Unit:
         self._open: Tensor | None = None if sharding.gradients else self._gradient
         self._gathering: Handle = Done()
         self._reducing: Handle | None = None
-        self.state = State.WHOLE
+        # Of a whole that is shared, a rank fills its own part only; a private one is filled whole.
+        self.state = State.SHARDED if shared else State.WHOLE
         self._place_parameters()
 
     # --- construction -------------------------------------------------------------------------------------------
@@ -91,7 +104,7 @@ class Unit:
     def _place_parameters(self) -> None:
         """Make every module read its parameter from the flat buffer (and, if they persist, its gradient too)."""
         for slot in self.slots:
-            parameter = nn.Parameter(self._whole.data[slot.start : slot.stop].view(slot.shape))
+            parameter = nn.Parameter(self._whole.values.data[slot.start : slot.stop].view(slot.shape))
             for owner, attribute in slot.places:
                 owner.register_parameter(attribute, parameter)
         if self._open is not None:
@@ -116,6 +129,16 @@ class Unit:
             low, high = max(slot.start, begin), min(slot.stop, begin + target.numel())
             if low < high:
                 target[low - begin : high - begin].copy_(flat[low - slot.start : high - slot.start])
+        self._whole.changed()
+
+    def rest(self) -> None:
+        """Bring a loaded unit to how it stands between steps; every rank of the data axis must call it."""
+        if self.sharding.parameters:
+            if self.state is State.WHOLE:
+                self.release()
+        elif self.state is State.SHARDED:
+            self.start_gather()
+            self.settle()
 
     def slot(self, name: str) -> Slot:
         """The place of the parameter with that global name."""
@@ -129,9 +152,7 @@ class Unit:
     def start_gather(self) -> None:
         """SHARDED -> GATHERING: begin to make the unit whole (ZeRO, section 5.3; after the step in stages 1 and 2)."""
         self._expect(State.SHARDED, "gather")
-        if self.sharding.parameters:
-            self._whole.untyped_storage().resize_(self._whole_bytes)
-        self._gathering = self.data.start_all_gather(self._shard, self._writable, label="parameters")
+        self._gathering = self._whole.start_gather(self._shard)
         self.state = State.GATHERING
 
     def settle(self) -> None:
@@ -149,13 +170,13 @@ class Unit:
         """WHOLE -> SHARDED: give the memory of the whole back (stage 3)."""
         self._expect(State.WHOLE, "release")
         self.state = State.SHARDED
-        if self.sharding.parameters:
-            self._whole.untyped_storage().resize_(0)
+        self._whole.release()
 
     def stepped(self) -> None:
         """The master has changed: so has the owned range; under stages 1 and 2 the rest of the whole is out of date."""
         if self.precision.mixed:
             self.owned_value.copy_(self.master)
+        self._whole.changed()
         if self.sharding.optimizer and not self.sharding.parameters:
             self._expect(State.WHOLE, "step")
             self.state = State.SHARDED
@@ -171,7 +192,8 @@ class Unit:
         """Make room for the whole gradient of a backward pass that is about to begin, where it does not persist."""
         self.finish_reduce()  # its buffer must not take the next micro-batch's gradient
         if self._open is None:
-            self._open = torch.zeros(self.padded, dtype=self._gradient.dtype, device=self._gradient.device)
+            self._buffer = self._pool.take()
+            self._open = self._buffer[: self.padded].zero_()
             self._point_gradients(self._open)
 
     def start_reduce(self) -> None:
@@ -192,10 +214,11 @@ class Unit:
         self._reducing.wait()
         self._reducing = None
         if self.sharding.gradients:
-            assert self._open is not None
+            assert self._open is not None and self._buffer is not None
             self._gradient.add_(self._own(self._open))
             self._open = None
             self._point_gradients(None)
+            self._pool.give(self._buffer)
 
     def clear_gradient(self) -> None:
         """Start the next step's sum at zero."""
@@ -269,10 +292,11 @@ class Unit:
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Bytes that parameters and gradients take between steps on this rank (the storage itself, measured)."""
-        stored = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in (self._whole, self._shard)
-            if tensor.untyped_storage().nbytes()
-        }
-        return sum(stored.values()), self._gradient.untyped_storage().nbytes()
+        """Bytes that parameters and gradients take between steps on this rank (the storage itself, measured).
+
+        Of memory that the ranks of a host share, a rank answers for its own part.
+        """
+        parameters = self._whole.held_bytes
+        if self._shard.untyped_storage().data_ptr() != self._writable.untyped_storage().data_ptr():
+            parameters += self._shard.untyped_storage().nbytes()
+        return parameters, self._gradient.numel() * self._gradient.element_size()

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from meshwright.costs.spec import GPTSpec
 from meshwright.costs.traffic import data_parallel
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import Checkpoints, Layout, Recompute
 from meshwright.layout.nearest import nearest_divisors, one_of
 from meshwright.layout.zero import ZeroStage, row
 from meshwright.schedule.catalog import bubble
@@ -35,7 +35,13 @@ def problems(layout: Layout, spec: GPTSpec, batch: int, ranks: int | None = None
 
     Empty when it is legal.
     """
-    return (*_tensor(layout, spec), *_pipeline(layout, spec), *_batch(batch), *_ranks(layout, ranks))
+    return (
+        *_tensor(layout, spec),
+        *_pipeline(layout, spec),
+        *_checkpoints(layout),
+        *_batch(batch),
+        *_ranks(layout, ranks),
+    )
 
 
 def warnings(layout: Layout, spec: GPTSpec, batch: int) -> tuple[Problem, ...]:
@@ -56,6 +62,14 @@ def _pipeline(layout: Layout, spec: GPTSpec) -> Iterator[Problem]:
             f"pp={layout.pipeline} stages are more than {layers} layers"
             f" ({spec.layers} blocks, the embedding and the head), and no stage may be empty",
             f"try pp={layers} or fewer",
+        )
+
+
+def _checkpoints(layout: Layout) -> Iterator[Problem]:
+    if layout.checkpoints is not Checkpoints.WHOLE and layout.recompute is Recompute.NONE:
+        yield Problem(
+            f"{layout.checkpoints} says where the inputs for recomputation are kept, but nothing is recomputed",
+            f"add recompute-full, or leave out {layout.checkpoints}",
         )
 
 

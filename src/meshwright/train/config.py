@@ -106,6 +106,10 @@ class Config:
     evaluation_samples: int = _key(64, "samples of one evaluation")
     trace: int = _key(0, "step whose actions on every rank are timed and written to trace.json; 0: none")
     timeout: float = _key(60.0, "seconds after which a rank gives up waiting for another")
+    transport: Literal["auto", "shared", "gloo"] = _key(
+        "auto", "between CPU ranks: shared memory of one host, or gloo; auto: the quickest that works"
+    )
+    debug: bool = _key(False, "compare every collective over its ranks before it runs, and name what differs")
     label_smoothing: float = _key(0.0, "part of the target spread over the whole vocabulary")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to compute; auto: cuda where there is one")
     model: GPTSpec = field(default_factory=GPTSpec)

@@ -44,7 +44,7 @@ def run_rank(start: Start, config: Config) -> None:
     """Train as the rank that `start` says; returns when the weights are saved. Rank 0 prints."""
     device = _device(config.device, start)
     layout = Layout.parse(config.layout)
-    groups = connect(layout.mesh, start, device, config.timeout)
+    groups = connect(layout.mesh, start, device, config.timeout, config.transport, config.debug)
     corpus = Corpus.open(config.data)
     groups.agree(_statement(config, corpus))
     Trainer(config, layout, groups, corpus).run()

@@ -1,0 +1,40 @@
+"""Buffers for whole gradients on their way, used again and again: constant-size buffers (C_B of ZeRO-R, section 6.2).
+
+Under stages 2 and 3 the whole gradient of a unit lives from its backward pass to the end of its reduction. As few are
+under way at a time, a handful of buffers as large as the largest unit serve the whole model, however many units it has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Group
+
+
+class GradientPool:
+    """Buffers of `numel` elements that the data ranks take and give back in the same order."""
+
+    def __init__(self, data: Group, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._data = data
+        self._numel = numel
+        self._dtype = dtype
+        self._device = device
+        self._free: list[Tensor] = []
+        self.made = 0
+
+    def take(self) -> Tensor:
+        """A buffer with undefined content that nobody uses."""
+        if self._free:
+            return self._free.pop()
+        self.made += 1
+        return self._data.buffer(self._numel, self._dtype, self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """The buffer may be taken again: no communication reads or writes it any more."""
+        self._free.append(buffer)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers ever made."""
+        return self.made * self._numel * self._dtype.itemsize
