@@ -103,10 +103,16 @@ def collectives(groups: Groups, megabytes: float) -> Iterator[Case]:
         return act
 
     label = "benchmark"
-    yield case("reduce-scatter, shared", lambda: group.reduce_scatter(shared, part, label=label), scatter, whole + shard)
-    yield case("reduce-scatter, private", lambda: group.reduce_scatter(private, part, label=label), scatter, whole + shard)
+    yield case(
+        "reduce-scatter, shared", lambda: group.reduce_scatter(shared, part, label=label), scatter, whole + shard
+    )
+    yield case(
+        "reduce-scatter, private", lambda: group.reduce_scatter(private, part, label=label), scatter, whole + shard
+    )
     yield case("all-gather, in the whole", lambda: group.all_gather(common[own], common, label=label), gather, 0)
-    yield case("all-gather, shared shards", lambda: group.all_gather(shared[own], target, label=label), gather, 2 * whole)
+    yield case(
+        "all-gather, shared shards", lambda: group.all_gather(shared[own], target, label=label), gather, 2 * whole
+    )
     yield case("all-gather, private", lambda: group.all_gather(part, target, label=label), gather, 2 * whole)
     yield case("all-reduce, shared", reduced(shared), reduce, 3 * whole)
     yield case("all-reduce, private", reduced(private), reduce, 3 * whole)
@@ -175,7 +181,8 @@ def run_rank(start: Start, plan: Plan) -> None:
     data = connect(Mesh(data=start.ranks), start, cpu, transport="shared")
     pipeline = connect(Mesh(pipeline=start.ranks), stages, cpu, transport="shared")
     cases: list[tuple[Groups, Callable[[], Iterator[Case]]]] = [
-        (data, lambda size=size: collectives(data, size)) for size in plan.sizes  # type: ignore[misc]
+        (data, lambda size=size: collectives(data, size))
+        for size in plan.sizes  # type: ignore[misc]
     ]
     cases.append((pipeline, lambda: messages(pipeline)))
     rows = [measured(case, groups, plan.repeats) for groups, each in cases for case in each()]

@@ -11,7 +11,13 @@ from meshwright.comm.ledger import Entry, Kind, Ledger
 from meshwright.layout.mesh import Mesh
 from pool import RankFailedError, RankPool
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+
+
+@pytest.fixture(params=["shared", "gloo"])
+def pool(request: pytest.FixtureRequest, pool: RankPool, gloo_pool: RankPool) -> RankPool:
+    """Everything here holds on every transport."""
+    return {"shared": pool, "gloo": gloo_pool}[request.param]
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -48,6 +54,10 @@ def collectives(group: Group, shard: int) -> None:
         group.all_gather(gathered[span], gathered, label="test")
         assert torch.equal(gathered, summed)
 
+        exchanged = torch.full_like(mine, -1)
+        group.all_to_all(mine, exchanged, label="test")
+        assert torch.equal(exchanged, torch.cat([each[span] for each in whole]))
+
         source = group.size - 1
         sent = mine.clone()
         group.broadcast(sent, source, label="test")
@@ -60,7 +70,7 @@ def every_group(groups: Groups, shard: int) -> None:
         collectives(group, shard)
 
 
-@pytest.mark.parametrize("shard", [0, 1, 5, 4096])
+@pytest.mark.parametrize("shard", [0, 1, 5, 4096, 700_001])
 @pytest.mark.parametrize("mesh", [Mesh(3, 1, 1), Mesh(2, 1, 2), Mesh(1, 4, 1)], ids=str)
 def test_every_collective_on_every_axis_computes_what_it_says(pool: RankPool, mesh: Mesh, shard: int) -> None:
     pool.run(mesh, every_group, shard)
@@ -161,8 +171,9 @@ def alone(groups: Groups) -> None:
         groups.data.all_reduce(torch.zeros(4), label="gradients")
 
 
-def test_a_rank_that_waits_in_vain_says_where_for_what_and_how_long() -> None:
-    impatient = RankPool(timeout=1.0)
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_rank_that_waits_in_vain_says_where_for_what_and_how_long(transport: str) -> None:
+    impatient = RankPool(timeout=1.0, transport=transport)
     try:
         with pytest.raises(
             RankFailedError, match=r"rank 0 in data group \(0, 1\): all-reduce of gradients failed after"

@@ -77,6 +77,10 @@ def against_float64(
     group.reduce_scatter(in_place, in_place[own], label="test")
     assert torch.equal(in_place[own], part)
 
+    exchanged = torch.empty_like(mine)
+    group.all_to_all(mine.clone(), exchanged, label="test")
+    assert torch.equal(exchanged, torch.cat([each[own] for each in whole]))
+
     expected = torch.cat([values(rank, shard, dtype, seed + 1) for rank in range(n)])
     gathered = torch.zeros(n * shard, dtype=dtype)
     group.all_gather(expected[own].clone(), gathered, label="test")

@@ -46,24 +46,55 @@ def case_for(tensor: int, pipeline: int, tied: bool, bias: bool = True) -> Case:
     return Case(spec)
 
 
-def every_variant(groups: Groups, mesh: Mesh) -> dict[str, Deviations]:
+Variant = tuple[ZeroStage, ScheduleName, Recompute, bool]
+
+EVERY = tuple(product(ZeroStage, ScheduleName, Recompute, (True, False)))
+# Each stage, and each value of everything else with two others.
+FEW = tuple(
+    (zero, schedule, recompute, tied)
+    for zero, (schedule, recompute, tied) in zip(
+        ZeroStage,
+        [
+            (ScheduleName.ONE_F_ONE_B, Recompute.NONE, True),
+            (ScheduleName.GPIPE, Recompute.FULL, True),
+            (ScheduleName.GPIPE, Recompute.NONE, False),
+            (ScheduleName.ONE_F_ONE_B, Recompute.FULL, False),
+        ],
+        strict=True,
+    )
+)
+
+
+def variants_on_rank(groups: Groups, mesh: Mesh, variants: tuple[Variant, ...]) -> dict[str, Deviations]:
     """On one rank: each ZeRO stage x schedule x recompute mode x tied or not, over `mesh`."""
     found = {}
-    for zero, schedule, recompute, tied in product(ZeroStage, ScheduleName, Recompute, (True, False)):
+    for zero, schedule, recompute, tied in variants:
         layout = Layout(mesh.data, mesh.tensor, mesh.pipeline, zero, schedule, 3, recompute)
         result = deviations(groups, case_for(mesh.tensor, mesh.pipeline, tied), layout)
         found[f"{layout}{' tied' if tied else ''}"] = result
     return found
 
 
-def check(pool: RankPool, mesh: Mesh) -> None:
-    for name, result in pool.run(mesh, every_variant, mesh, limit=300)[0].items():
+def check(pool: RankPool, mesh: Mesh, variants: tuple[Variant, ...] = EVERY) -> None:
+    for name, result in pool.run(mesh, variants_on_rank, mesh, variants, limit=300)[0].items():
         assert result.largest <= TOLERANCE, f"{name}: {result}"
 
 
 @pytest.mark.parametrize("mesh", meshes(1, 4), ids=str)
 def test_every_layout_up_to_four_ranks_equals_one_process(pool: RankPool, mesh: Mesh) -> None:
     check(pool, mesh)
+
+
+@pytest.mark.parametrize("mesh", meshes(2, 4), ids=str)
+def test_every_stage_over_gloo_equals_one_process(gloo_pool: RankPool, mesh: Mesh) -> None:
+    check(gloo_pool, mesh, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mesh", meshes(2, 4), ids=str)
+def test_every_layout_over_gloo_equals_one_process(gloo_pool: RankPool, mesh: Mesh) -> None:
+    check(gloo_pool, mesh)
 
 
 @pytest.mark.slow

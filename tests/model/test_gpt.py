@@ -271,7 +271,8 @@ class PaperGroup(Group):
     def start_all_reduce(self, tensor: Tensor, *, label: str, reduction: Reduction = Reduction.SUM) -> Handle:
         raise NotImplementedError
 
-    start_reduce_scatter = start_all_gather = start_broadcast = barrier = start_all_reduce  # type: ignore[assignment]
+    start_reduce_scatter = start_all_gather = start_all_to_all = start_all_reduce  # type: ignore[assignment]
+    start_broadcast = barrier = start_all_reduce  # type: ignore[assignment]
 
 
 def test_heads_that_tp_does_not_divide_are_refused_with_the_nearest_tp() -> None:

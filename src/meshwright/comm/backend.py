@@ -60,8 +60,8 @@ def gloo_device(local: bool, interface: str) -> Any:
     return dist.ProcessGroupGloo.create_default_device()
 
 
-def nccl(store: dist.Store, index: int, size: int, timeout: float) -> Backend:
-    """An NCCL backend for the current GPU of this process."""
-    options = dist.ProcessGroupNCCL.Options()
+def nccl(store: dist.Store, index: int, size: int, timeout: float, urgent: bool) -> Backend:
+    """An NCCL backend for the current GPU of this process, on streams of its own; `urgent` ones go before others."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
     options._timeout = timedelta(seconds=timeout)
     return cast(Backend, dist.ProcessGroupNCCL(store, index, size, options))

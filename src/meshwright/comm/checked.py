@@ -131,6 +131,11 @@ class CheckedGroup(Group):
         self._compare(Kind.BROADCAST, label, (tensor,), f" from index {source}")
         return self.inner.start_broadcast(tensor, source, label=label)
 
+    def start_all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """See `Group`."""
+        self._compare(Kind.ALL_TO_ALL, label, (source, target))
+        return self.inner.start_all_to_all(source, target, label=label)
+
     def barrier(self) -> None:
         """See `Group`."""
         self._compare(Kind.BARRIER, "", ())

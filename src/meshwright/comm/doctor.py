@@ -26,7 +26,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 ODD = (1, 5, 4099)
 """Elements of the shards whose results are checked in every dtype; those that are timed are checked in float32."""
 
-COLLECTIVES = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST)
+COLLECTIVES = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST)
 
 _COPY, _COPIES = 32 * 2**20, 4
 _LABEL = "doctor"
@@ -88,7 +88,10 @@ def call(group: Group, kind: Kind, shard: int) -> Callable[[], None]:
             return lambda: group.all_gather(part, whole, label=_LABEL)
         case Kind.BROADCAST:
             return lambda: group.broadcast(whole, 0, label=_LABEL)
-        case Kind.ALL_TO_ALL | Kind.BARRIER | Kind.SEND | Kind.RECEIVE:
+        case Kind.ALL_TO_ALL:
+            taken = torch.empty_like(whole)
+            return lambda: group.all_to_all(whole, taken, label=_LABEL)
+        case Kind.BARRIER | Kind.SEND | Kind.RECEIVE:
             raise AssertionError(kind)
         case _:
             assert_never(kind)
@@ -129,7 +132,11 @@ def is_right(group: Group, kind: Kind, shard: int, dtype: torch.dtype) -> bool:
         case Kind.BROADCAST:
             group.broadcast(mine, group.size - 1, label=_LABEL)
             return torch.equal(mine, everyones[-1])
-        case Kind.ALL_TO_ALL | Kind.BARRIER | Kind.SEND | Kind.RECEIVE:
+        case Kind.ALL_TO_ALL:
+            taken = torch.empty_like(mine)
+            group.all_to_all(mine, taken, label=_LABEL)
+            return torch.equal(taken, everyones[:, own].reshape(-1))
+        case Kind.BARRIER | Kind.SEND | Kind.RECEIVE:
             raise AssertionError(kind)
         case _:
             assert_never(kind)

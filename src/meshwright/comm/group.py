@@ -126,6 +126,13 @@ class Group(ABC):
         """Copy `tensor` from the rank with index `source` in the group to all others, in place."""
 
     @abstractmethod
+    def start_all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """Send elements [i c, (i+1) c) of `source` (1-D, n x c) to rank i, which finds rank j's at [j c, (j+1) c).
+
+        `target` (1-D, n x c) must not overlap `source`.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Return when every rank of the group has called this."""
 
@@ -148,6 +155,20 @@ class Group(ABC):
     def broadcast(self, tensor: Tensor, source: int, *, label: str) -> None:
         """`start_broadcast`, awaited."""
         self.start_broadcast(tensor, source, label=label).wait()
+
+    @final
+    def all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> None:
+        """`start_all_to_all`, awaited."""
+        self.start_all_to_all(source, target, label=label).wait()
+
+    def _check_exchange(self, source: Tensor, target: Tensor, label: str) -> None:
+        if source.numel() != target.numel() or source.numel() % self.size or source.dtype != target.dtype:
+            raise ValueError(
+                f"{label} in {self}: {source.numel()} {source.dtype} elements cannot be exchanged for "
+                f"{target.numel()} {target.dtype} elements in {self.size} equal parts"
+            )
+        for tensor in (source, target):
+            self._check_contiguous(tensor, Kind.ALL_TO_ALL, label)
 
     def _check_contiguous(self, tensor: Tensor, kind: Kind, label: str) -> None:
         if not tensor.is_contiguous():
@@ -184,6 +205,10 @@ class SoloGroup(Group):
     def start_broadcast(self, tensor: Tensor, source: int, *, label: str) -> Handle:
         """The one rank has it already."""
         return Done()
+
+    def start_all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """The one part stays here."""
+        return self._copy(source, target)
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -8,6 +8,7 @@ table, an inner group is a row of it and an outer group a column:
                                            reduce-scatter   inner, then outer (2)
                                            all-gather       outer, then inner (3)
                                            broadcast        down the source's column, then along each row (4)
+                                           all-to-all       along the row to the right column, then down it (5)
 
 So a host sends to another what its ranks have already combined, or what they then share out, and never the same
 element twice. Not for GPUs: NCCL builds hierarchies of its own.
@@ -126,6 +127,12 @@ class HierarchicalGroup(Group):
         flat = tensor.data
         return self._start(Kind.BROADCAST, label, flat, lambda: self._broadcast(flat, source, label))
 
+    def start_all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """See `Group`."""
+        self._check_exchange(source, target, label)
+        given, taken = source.data, target.data
+        return self._start(Kind.ALL_TO_ALL, label, given, lambda: self._all_to_all(given, taken, label))
+
     def barrier(self) -> None:
         """See `Group`."""
         entry = Entry(Kind.BARRIER, self.axis, "barrier")
@@ -195,6 +202,16 @@ class HierarchicalGroup(Group):
         if self.inner.index == place.place:
             self.outer.broadcast(flat, place.host, label=label)  # (4)
         self.inner.broadcast(flat, place.place, label=label)
+
+    def _all_to_all(self, source: Tensor, target: Tensor, label: str) -> None:
+        members = torch.tensor(self.hosts.members)  # (hosts, places)
+        crossing = source.view(self.size, -1)[members.t()].contiguous()  # by place on the host, for each host
+        crossed = torch.empty_like(crossing)
+        self.inner.all_to_all(crossing.view(-1), crossed.view(-1), label=label)
+        leaving = crossed.transpose(0, 1).contiguous()  # by host, from each place here (5)
+        arrived = torch.empty_like(leaving)
+        self.outer.all_to_all(leaving.view(-1), arrived.view(-1), label=label)
+        target.view(self.size, -1)[members] = arrived
 
     def _barrier(self) -> None:
         # Who meets in a column has met its row before; so all have come once all rows are met.

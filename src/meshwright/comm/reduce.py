@@ -33,6 +33,10 @@ def combine(sources: Sequence[Tensor], target: Tensor, reduction: Reduction) -> 
             operation(parts[0], parts[1], out=result)
         else:
             operation(result.copy_(parts[0]), parts[1], out=result)
-        for part in parts[2:]:
+        for part in parts[2:-1]:
             operation(result, part, out=result)
-        target[start : start + _BLOCK].copy_(result)
+        # Only now may `target` change, which may be any of the sources.
+        if wide is dtype:
+            operation(result, parts[-1], out=target[start : start + _BLOCK])
+        else:
+            target[start : start + _BLOCK].copy_(operation(result, parts[-1], out=result))

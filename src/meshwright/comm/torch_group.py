@@ -115,6 +115,13 @@ class TorchGroup(Group):
             return Done()
         return self._pending(self._recipes.broadcast(tensor, source), Kind.BROADCAST, label, tensor)
 
+    def start_all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """See `Group`."""
+        self._check_exchange(source, target, label)
+        if source.numel() == 0:
+            return Done()
+        return self._pending(self._recipes.all_to_all(source, target), Kind.ALL_TO_ALL, label, source)
+
     def barrier(self) -> None:
         """See `Group`."""
         entry = Entry(Kind.BARRIER, self.axis, "barrier")

@@ -96,13 +96,15 @@ class Wiring:
             return SoloChannel(label, ranks, index, ledger)
         if self.host is not None and self.progress is not None:
             return SharedChannel(label, ranks, index, ledger, self.host, self.progress)
-        return TorchChannel(label, ranks, index, ledger, self._backend(f"{label}-{ranks[0]}", index, len(ranks)))
+        # A stage that waits for a message stands still, so on a GPU messages go before everything else.
+        backend = self._backend(f"{label}-{ranks[0]}", index, len(ranks), urgent=True)
+        return TorchChannel(label, ranks, index, ledger, backend)
 
-    def _backend(self, name: str, index: int, size: int) -> Backend:
+    def _backend(self, name: str, index: int, size: int, urgent: bool = False) -> Backend:
         """A gloo or NCCL backend for `size` ranks that all call this with the same `name`."""
         store = dist.PrefixStore(name, self.store)
         if self.device.type == "cuda":
-            return nccl(store, index, size, self.timeout)
+            return nccl(store, index, size, self.timeout, urgent)
         return gloo(store, index, size, self._gloo_device(), self.timeout)
 
     def _gloo_device(self) -> Any:

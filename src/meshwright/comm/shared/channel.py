@@ -21,6 +21,7 @@ from meshwright.comm.channel import Channel
 from meshwright.comm.group import Done, Handle, MismatchError
 from meshwright.comm.ledger import Entry, Ledger
 from meshwright.comm.shared.arena import ALIGNMENT
+from meshwright.comm.shared.copy import copy
 from meshwright.comm.shared.futex import WORD
 from meshwright.comm.shared.host import Host
 from meshwright.comm.shared.progress import Gate, Lane, Peer, Progress, Steps
@@ -67,7 +68,7 @@ class Outgoing:
         self._collect()
         segment, numel = self._host.segment, tensor.numel()
         memory = self._memory(numel * tensor.element_size())
-        segment.tensor(memory.offset, numel, tensor.dtype).copy_(tensor)
+        copy(tensor, segment.tensor(memory.offset, numel, tensor.dtype))
         note = self._offset + _NOTES + self._sent % DEPTH * ALIGNMENT
         _NOTE.pack_into(segment.bytes, note, memory.offset, numel, code(tensor.dtype))
         self._under_way.append(memory)
@@ -110,7 +111,7 @@ class Incoming:
         offset, numel, dtype = _NOTE.unpack_from(segment.bytes, note)
         fits = numel == tensor.numel() and dtype_of(dtype) is tensor.dtype
         if fits:
-            tensor.copy_(segment.tensor(offset, numel, tensor.dtype))
+            copy(segment.tensor(offset, numel, tensor.dtype), tensor)
         self._taken += 1
         segment.words.publish((self._offset + ALIGNMENT) // WORD, self._taken)
         if not fits:

@@ -52,6 +52,12 @@ class SharedGroup(Group):
         flat = self._flat(tensor, Kind.BROADCAST, label)
         return self._start(Signature(Kind.BROADCAST, label, flat.numel(), flat.dtype, root=source), flat, flat)
 
+    def start_all_to_all(self, source: Tensor, target: Tensor, *, label: str) -> Handle:
+        """See `Group`. Without a copy to staging if every member's `source` is in a `buffer`."""
+        self._check_exchange(source, target, label)
+        given, taken = (self._flat(each, Kind.ALL_TO_ALL, label) for each in (source, target))
+        return self._start(Signature(Kind.ALL_TO_ALL, label, given.numel(), given.dtype), given, taken)
+
     def barrier(self) -> None:
         """See `Group`."""
         entry = Entry(Kind.BARRIER, self.axis, "barrier")

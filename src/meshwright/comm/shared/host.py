@@ -113,7 +113,8 @@ def join(store: dist.Store, rank: int, ranks: int, timeout: float) -> Host:
     if not offer.error:
         try:
             segment = segment or _find(offer)
-            answer = _Answer(Process.this().number, Process.this().started)
+            this = Process.of(os.getpid())
+            answer = _Answer(this.number, this.started)
         except OSError as error:
             answer = _Answer(0, 0, f"rank {rank}: {error}")
     store.set(f"answer/{rank}", json.dumps(asdict(answer)))

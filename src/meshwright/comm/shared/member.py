@@ -6,6 +6,7 @@ from torch import Tensor
 
 from meshwright.comm.group import MismatchError
 from meshwright.comm.shared.board import WINDOW, Board, Places
+from meshwright.comm.shared.copy import copy
 from meshwright.comm.shared.progress import Steps
 from meshwright.comm.shared.signature import Signature
 from meshwright.comm.shared.steps import PIECE, SLOTS, Call, Collective
@@ -39,7 +40,7 @@ class Member:
         segment = self._board.host.segment
         if call.small and call.source.numel():
             numel, dtype = call.source.numel(), call.signature.dtype
-            self._board.small(self._board.index, call.number, numel, dtype).copy_(call.source)
+            copy(call.source, self._board.small(self._board.index, call.number, numel, dtype))
         elif not call.small and self._staging is None:
             self._staging = self._board.host.arena.take(SLOTS * PIECE)
         places = Places(segment.offset(call.source), segment.offset(call.target), self._staging)

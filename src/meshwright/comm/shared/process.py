@@ -5,7 +5,6 @@ A number alone may come to belong to another process, so a process is known by i
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,12 +26,12 @@ class Process:
     started: int
 
     @classmethod
-    def this(cls) -> Process:
-        """The process that calls."""
-        fields = _fields(os.getpid())
+    def of(cls, number: int) -> Process:
+        """The process that has that number now."""
+        fields = _fields(number)
         if fields is None:
-            raise OSError("/proc does not show this process")
-        return cls(os.getpid(), int(fields[19]))
+            raise OSError(f"/proc shows no process {number}")
+        return cls(number, int(fields[19]))
 
     def life(self) -> Life:
         """What it is doing now; one that has ended and was not awaited by its parent is gone."""

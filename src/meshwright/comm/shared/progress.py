@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import final
+from typing import NoReturn, final
 
 from meshwright.comm.group import CommunicationError
 from meshwright.comm.ledger import Entry, Ledger
@@ -230,15 +230,17 @@ class _Patience:
         absent = tuple(peer for peer in gate.absent() if peer in lives)
         if not absent:
             return
-        waited = f"{operation} failed after waiting {now - self._begun:.1f} s"
         gone = tuple(peer.rank for peer in absent if lives[peer] is Life.GONE)
         if gone:
-            raise CommunicationError(f"{waited}: {_named(gone)} ended without having arrived")
+            self._give_up(operation, now, f"{_named(gone)} ended without having arrived")
         if now - self._moved >= self._host.timeout:
-            reasons = (self._reason(peer, lives[peer]) for peer in absent)
-            raise CommunicationError(f"{waited}: {'; '.join(reasons)}")
+            self._give_up(operation, now, "; ".join(self._reason(peer, lives[peer]) for peer in absent))
         self._host.notice(f"waits for {_named(tuple(peer.rank for peer in absent))}: {operation}")
         self._noticed = True
+
+    def _give_up(self, operation: Operation, now: float, reason: str) -> NoReturn:
+        self._host.notice(f"has given up: {operation}")
+        raise CommunicationError(f"{operation} failed after waiting {now - self._begun:.1f} s: {reason}")
 
     def _reason(self, peer: Peer, life: Life) -> str:
         if life is Life.STOPPED:

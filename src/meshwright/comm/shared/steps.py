@@ -27,6 +27,8 @@ from torch import Tensor
 from meshwright.comm.ledger import Kind
 from meshwright.comm.reduce import combine
 from meshwright.comm.shared.board import SMALL, Board, Places
+from meshwright.comm.shared.copy import copy
+from meshwright.comm.shared.copy import copy as copy_out
 from meshwright.comm.shared.progress import Gate
 from meshwright.comm.shared.signature import Signature
 
@@ -79,7 +81,9 @@ class Collective:
                 return self._broadcast()
             case Kind.BARRIER:
                 return self._barrier()
-            case Kind.ALL_TO_ALL | Kind.SEND | Kind.RECEIVE as kind:
+            case Kind.ALL_TO_ALL:
+                return self._all_to_all()
+            case Kind.SEND | Kind.RECEIVE as kind:
                 raise NotImplementedError(f"{kind} in a group")
             case kind:
                 assert_never(kind)
@@ -103,7 +107,7 @@ class Collective:
             yield self._board.reached(self._board.clock)
             for member in self._others():
                 part = self._part(member, target.numel())
-                target[part].copy_(sources[member][part])
+                copy(sources[member][part], target[part])
             return True
         yield from self._all_reduce_in_pieces()
         return False
@@ -112,27 +116,27 @@ class Collective:
         target, reduction = self._call.target, self._call.signature.reduction
         pieces = _pieces(target.numel(), PIECE // self._itemsize)
 
-        def copy_in(index: int) -> None:
+        def put_in(index: int) -> None:
             piece = target[pieces[index]]
             slot, own = self._slot(self._me, index, piece.numel()), self._part(self._me, piece.numel())
             for rest in (slice(0, own.start), slice(own.stop, piece.numel())):
-                slot[rest].copy_(piece[rest])
+                copy(piece[rest], slot[rest])
 
         def reduce(index: int) -> None:
             piece = target[pieces[index]]
             own = self._part(self._me, piece.numel())
             parts = [self._slot(member, index, piece.numel())[own] for member in range(self._size)]
-            result, parts[self._me] = parts[self._me], piece[own]
-            combine(parts, result, reduction)
-            piece[own].copy_(result)
+            given, parts[self._me] = parts[self._me], piece[own]
+            combine(parts, piece[own], reduction)
+            copy(piece[own], given)
 
-        def copy_out(index: int) -> None:
+        def take_out(index: int) -> None:
             piece = target[pieces[index]]
             for member in self._others():
                 part = self._part(member, piece.numel())
-                piece[part].copy_(self._slot(member, index, piece.numel())[part])
+                copy_out(self._slot(member, index, piece.numel())[part], piece[part])
 
-        return self._pipeline(len(pieces), copy_in, reduce, copy_out)
+        return self._pipeline(len(pieces), put_in, reduce, take_out)
 
     def _reduce_scatter(self) -> Body:
         source, target, reduction = self._call.source, self._call.target, self._call.signature.reduction
@@ -147,11 +151,11 @@ class Collective:
         rows = source.view(self._size, -1)
         pieces = _pieces(target.numel(), max(1, PIECE // self._itemsize // self._size))
 
-        def copy_in(index: int) -> None:
+        def put_in(index: int) -> None:
             piece = rows[:, pieces[index]]
             slot = self._slot(self._me, index, piece.numel()).view(piece.shape)
-            for rest in (slice(0, self._me), slice(self._me + 1, self._size)):
-                slot[rest].copy_(piece[rest])
+            for member in self._others():
+                copy(piece[member], slot[member])
 
         def reduce(index: int) -> None:
             result = target[pieces[index]]
@@ -163,7 +167,7 @@ class Collective:
             parts[self._me] = rows[self._me, pieces[index]]
             combine(parts, result, reduction)
 
-        yield from self._pipeline(len(pieces), copy_in, reduce)
+        yield from self._pipeline(len(pieces), put_in, reduce)
         return False
 
     def _all_gather(self) -> Body:
@@ -172,29 +176,29 @@ class Collective:
         held = shards[self._me].data_ptr() == source.data_ptr()
         if self._one_target():
             if not held:
-                shards[self._me].copy_(source)
+                copy(source, shards[self._me])
             # Who held its part already wrote it before its post; who did not has only now.
             return any(self._held(member) is not True for member in range(self._size))
         if not held:
-            shards[self._me].copy_(source)
+            copy(source, shards[self._me])
         sources = [self._small(member) for member in range(self._size)] if self._call.small else None
         sources = sources or self._sources(source.numel())
         if sources is not None:
             for member in self._others():
-                shards[member].copy_(sources[member])
+                copy_out(sources[member], shards[member])
             return not self._call.small
         pieces = _pieces(source.numel(), PIECE // self._itemsize)
 
-        def copy_in(index: int) -> None:
+        def put_in(index: int) -> None:
             piece = source[pieces[index]]
-            self._slot(self._me, index, piece.numel()).copy_(piece)
+            copy(piece, self._slot(self._me, index, piece.numel()))
 
-        def copy_out(index: int) -> None:
+        def take_out(index: int) -> None:
             for member in self._others():
                 piece = shards[member, pieces[index]]
-                piece.copy_(self._slot(member, index, piece.numel()))
+                copy_out(self._slot(member, index, piece.numel()), piece)
 
-        yield from self._pipeline(len(pieces), copy_in, copy_out)
+        yield from self._pipeline(len(pieces), put_in, take_out)
         return False
 
     def _broadcast(self) -> Body:
@@ -203,26 +207,54 @@ class Collective:
             return False
         if self._call.small:
             if self._me != root:
-                tensor.copy_(self._small(root))
+                copy(self._small(root), tensor)
             return False
         place = self._places[root].source
         if place is not None:
             if self._me != root:
-                tensor.copy_(self._board.host.segment.tensor(place, tensor.numel(), self._dtype))
+                copy_out(self._board.host.segment.tensor(place, tensor.numel(), self._dtype), tensor)
             return True
         pieces = _pieces(tensor.numel(), PIECE // self._itemsize)
 
-        def copy_in(index: int) -> None:
+        def put_in(index: int) -> None:
             if self._me == root:
                 piece = tensor[pieces[index]]
-                self._slot(root, index, piece.numel()).copy_(piece)
+                copy(piece, self._slot(root, index, piece.numel()))
 
-        def copy_out(index: int) -> None:
+        def take_out(index: int) -> None:
             if self._me != root:
                 piece = tensor[pieces[index]]
-                piece.copy_(self._slot(root, index, piece.numel()))
+                copy_out(self._slot(root, index, piece.numel()), piece)
 
-        yield from self._pipeline(len(pieces), copy_in, copy_out)
+        yield from self._pipeline(len(pieces), put_in, take_out)
+        return False
+
+    def _all_to_all(self) -> Body:
+        source, target = self._call.source, self._call.target
+        given, taken = source.view(self._size, -1), target.view(self._size, -1)
+        copy(given[self._me], taken[self._me])
+        sources = (
+            [self._small(member) for member in range(self._size)] if self._call.small else self._sources(source.numel())
+        )
+        if sources is not None:
+            for member in self._others():
+                copy(sources[member].view(self._size, -1)[self._me], taken[member])
+            return not self._call.small
+        pieces = _pieces(given.shape[1], max(1, PIECE // self._itemsize // self._size))
+
+        def put_in(index: int) -> None:
+            piece = given[:, pieces[index]]
+            slot = self._slot(self._me, index, piece.numel()).view(piece.shape)
+            for member in self._others():
+                copy(piece[member], slot[member])
+
+        def take_out(index: int) -> None:
+            for member in self._others():
+                piece = taken[member, pieces[index]]
+                slot = self._slot(member, index, self._size * piece.numel()).view(self._size, -1)
+                copy(slot[self._me], piece)
+
+        yield from self._pipeline(len(pieces), put_in, take_out)
         return False
 
     # --- what they are made of -----------------------------------------------------------------------------------
