@@ -145,6 +145,19 @@ def test_ranks_that_share_memory_hold_the_whole_parameters_once_together(pool: R
         assert held_bytes.optimizer == 2 * whole // 4
 
 
+def gradient_buffers(groups: Groups, layout: Layout, layers: int) -> int:
+    spec = replace(SPEC, layers=layers)
+    engine = trained(groups, layout, spec)
+    return next(iter(engine.stage.units.values()))._pool.made
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradient_buffers_do_not_grow_with_the_model(gloo_pool: RankPool, zero: int) -> None:
+    layout = Layout(data=2, zero=zero, micro_batches=2)  # type: ignore[arg-type]
+    small, large = (gloo_pool.run(layout.mesh, gradient_buffers, layout, layers)[0] for layers in (2, 20))
+    assert small == large <= 4
+
+
 def whole_units(groups: Groups, layout: Layout) -> int:
     """The most bytes of whole parameters that exist at any action of a step."""
     engine = build(SPEC, layout, groups, adam)

@@ -18,8 +18,9 @@ from meshwright.parallel.parameter import (
     described,
     initial_value,
 )
+from meshwright.parallel.pool import GradientPool
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.unit import State, Unit
+from meshwright.parallel.unit import Setting, State, Unit
 from pool import RankPool
 
 CPU = torch.device("cpu")
@@ -38,7 +39,8 @@ class Odd(Described):
 def make(groups: Groups, stage: ZeroStage) -> tuple[Odd, Unit]:
     module = Odd()
     parameters: list[DescribedParameter] = list(described(module, "odd"))
-    unit = Unit("0", parameters, groups.data, groups.tensor, row(stage), Precision.of(torch.float64), CPU)
+    setting = Setting(groups.data, groups.tensor, row(stage), Precision.of(torch.float64), CPU)
+    unit = Unit("0", parameters, setting, GradientPool(groups.data, 20, torch.float64, CPU))
     for slot in unit.slots:
         unit.load(slot.name, initial_value(slot.spec, slot.name, 0))
     unit.rest()
@@ -129,6 +131,8 @@ def test_released_memory_is_given_back_and_gathering_does_not_disturb_autograd()
 
 
 def test_a_unit_without_parameters_is_harmless() -> None:
-    unit = Unit("0", [], SoloGroup("data"), SoloGroup("tensor"), row(ZeroStage.NONE), Precision.of(torch.float32), CPU)
+    data = SoloGroup("data")
+    setting = Setting(data, SoloGroup("tensor"), row(ZeroStage.NONE), Precision.of(torch.float32), CPU)
+    unit = Unit("0", [], setting, GradientPool(data, 0, torch.float32, CPU))
     assert unit.pieces() == ()
     assert unit.unique_gradients() == ()

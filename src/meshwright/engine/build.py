@@ -27,7 +27,7 @@ from meshwright.parallel.parameter import DescribedParameter, cut, initial_value
 from meshwright.parallel.pool import GradientPool
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.residual import Here, Host, Split, Store
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import Setting, Unit
 from meshwright.parallel.zero import OptimizerFactory, ShardedOptimizer
 from meshwright.schedule.cut import Cut
 
@@ -52,14 +52,11 @@ def build(
         index: build_layer(spec, index, groups.tensor, meta, dtype) for index in stages.layers(groups.pipeline.index)
     }
     sharding = row(effective_stage(layout))
-    precision = Precision.of(dtype)
+    setting = Setting(groups.data, groups.tensor, sharding, Precision.of(dtype), groups.device)
     by_unit = _by_unit(spec, layers, stages)
     largest = max(padded_numel(parameters, groups.data.size, groups.tensor.size) for parameters in by_unit.values())
     pool = GradientPool(groups.data, largest, dtype, groups.device)
-    units = {
-        name: Unit(name, parameters, groups.data, groups.tensor, sharding, precision, groups.device, pool)
-        for name, parameters in by_unit.items()
-    }
+    units = {name: Unit(name, parameters, setting, pool) for name, parameters in by_unit.items()}
     for unit in units.values():
         _fill(unit, seed)
     stage = Stage(layers, units, stages, spec.hidden, dtype, checkpoint_store(layout.checkpoints, groups.tensor))

@@ -21,6 +21,7 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -43,60 +44,74 @@ class State(Enum):
     WHOLE = "whole"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What all units of one stage have in common: this rank's groups, the row of the ZeRO table, dtypes, the device."""
+
+    data: Group
+    tensor: Group
+    sharding: Sharding
+    precision: Precision
+    device: torch.device
+
+    @property
+    def shared(self) -> bool:
+        """Whether whole values exist once for all data ranks."""
+        return self.sharding.optimizer and self.data.shares_memory
+
+
 class Unit:
-    """One ZeRO unit on one rank; `sharding` is the row of the ZeRO table that it carries out."""
+    """One ZeRO unit on one rank. Whole gradients on their way lie in buffers of `pool`."""
 
     def __init__(
-        self,
-        name: str,
-        parameters: Sequence[DescribedParameter],
-        data: Group,
-        tensor: Group,
-        sharding: Sharding,
-        precision: Precision,
-        device: torch.device,
-        pool: GradientPool | None = None,
+        self, name: str, parameters: Sequence[DescribedParameter], setting: Setting, pool: GradientPool
     ) -> None:
         self.name = name
-        self.precision = precision
-        self.data = data
-        self.tensor = tensor
-        self.sharding = sharding
-        self.slots = lay_out(parameters, tensor.size)
+        self.data = setting.data
+        self.tensor = setting.tensor
+        self.sharding = setting.sharding
+        self.precision = setting.precision
+        self.slots = lay_out(parameters, setting.tensor.size)
         self.numel = self.slots[-1].stop if self.slots else 0
-        self.shard_numel = -(-self.numel // data.size)
-        self.padded = self.shard_numel * data.size
-        self.begin = data.index * self.shard_numel
+        self.shard_numel = -(-self.numel // self.data.size)
+        self.padded = self.shard_numel * self.data.size
+        self.begin = self.data.index * self.shard_numel
+        self._make_values(setting)
+        self._make_gradient(setting)
+        self._pool = pool
+        self._buffer: Tensor | None = None
+        self._gathering: Handle = Done()
+        self._reducing: Handle | None = None
+        self._place_parameters()
 
-        dtype = precision.compute
-        shared = sharding.optimizer and data.shares_memory
+    # --- construction -------------------------------------------------------------------------------------------
+
+    def _make_values(self, setting: Setting) -> None:
+        """The whole, this rank's shard of it, and the master, all zero; `load` fills them."""
+        sharding, precision, device = setting.sharding, setting.precision, setting.device
         self._whole: Whole = (
-            SharedWhole(data, self.padded, dtype, device)
-            if shared
-            else PrivateWhole(data, self.padded, dtype, device, releases=sharding.parameters)
+            SharedWhole(self.data, self.padded, precision.compute, device)
+            if setting.shared
+            else PrivateWhole(self.data, self.padded, precision.compute, device, releases=sharding.parameters)
         )
         self._writable = self._whole.writable
         own = self._own(self._writable)
-        self._shard = own.clone() if sharding.parameters and not shared else own.zero_()
-        self._pool = pool or GradientPool(data, self.padded, dtype, device)
-        self._buffer: Tensor | None = None
-        self._gradient = (
-            torch.zeros(self.shard_numel, dtype=dtype, device=device)
-            if sharding.gradients
-            else data.buffer(self.padded, dtype, device).zero_()
-        )
+        self._shard = own.clone() if sharding.parameters and not setting.shared else own.zero_()
+        # Of a whole that is shared, a rank fills its own part only; a private one is filled whole.
+        self.state = State.SHARDED if setting.shared else State.WHOLE
         # What the optimizer updates: a copy in higher precision, or the owned values themselves.
         self.master = self.owned_value
         if precision.mixed:
             self.master = torch.zeros(self.owned_value.numel(), dtype=precision.master, device=device)
-        self._open: Tensor | None = None if sharding.gradients else self._gradient
-        self._gathering: Handle = Done()
-        self._reducing: Handle | None = None
-        # Of a whole that is shared, a rank fills its own part only; a private one is filled whole.
-        self.state = State.SHARDED if shared else State.WHOLE
-        self._place_parameters()
 
-    # --- construction -------------------------------------------------------------------------------------------
+    def _make_gradient(self, setting: Setting) -> None:
+        """What persists between backward passes: this rank's shard of the sum, or the whole gradient."""
+        dtype, device = setting.precision.compute, setting.device
+        self._open: Tensor | None = None
+        if setting.sharding.gradients:
+            self._gradient = torch.zeros(self.shard_numel, dtype=dtype, device=device)
+        else:
+            self._gradient = self._open = self.data.buffer(self.padded, dtype, device).zero_()
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole[self.begin : self.begin + self.shard_numel]

@@ -12,23 +12,22 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.share import micro_batch_samples
 from meshwright.model.batch import MicroBatch
 from meshwright.parallel.noise import Noise
+from meshwright.train.config import Config
 
 Window = Callable[[int], NDArray[np.uint8]]
 """The (s + 1) tokens of the sample with this global index."""
 
 
-def training_batches(
-    window: Window, sequence: int, layout: Layout, data_rank: int, batch: int, step: int, seed: int, smoothing: float
-) -> list[MicroBatch]:
+def training_batches(window: Window, config: Config, layout: Layout, data_rank: int, step: int) -> list[MicroBatch]:
     """The m micro-batches of `data_rank` in `step`: sample j of the step is window step x batch + j of the corpus."""
     return [
         micro_batch(
-            [window(step * batch + sample) for sample in samples],
-            sequence,
-            Noise(seed, step, tuple(samples)),
-            smoothing,
+            [window(step * config.batch + sample) for sample in samples],
+            config.model.sequence,
+            Noise(config.seed, step, tuple(samples)),
+            config.label_smoothing,
         )
-        for samples in micro_batch_samples(batch, layout, data_rank)
+        for samples in micro_batch_samples(config.batch, layout, data_rank)
     ]
 
 

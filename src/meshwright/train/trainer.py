@@ -139,16 +139,8 @@ class Trainer:
 
     def _step(self, step: int) -> StepResult:
         config = self.config
-        batches = training_batches(
-            self._sampler.window,
-            config.model.sequence,
-            self.layout,
-            self.groups.data.index,
-            config.batch,
-            step,
-            config.seed,
-            config.label_smoothing,
-        )
+        window, data_rank = self._sampler.window, self.groups.data.index
+        batches = training_batches(window, config, self.layout, data_rank, step)
         rate = learning_rate(config.optimizer, step, config.steps)
         tracer = Tracer(self.groups.rank, self.groups.device, enabled=step + 1 == config.trace)
         if tracer.enabled:
