@@ -32,6 +32,7 @@ from meshwright.parallel.parameter import (
     ParameterSpec,
     Split,
 )
+from meshwright.parallel.product import input_gradient, linear, weight_gradient
 
 
 class ColumnParallelLinear(Described):
@@ -72,26 +73,26 @@ class ColumnParallelLinear(Described):
 
     def forward(self, x: Tensor) -> Tensor:
         """(.., i), equal on all ranks, to this rank's (.., o/t); the gradient of `x` is summed over the group."""
-        y: Tensor = _ColumnLinear.apply(x, self.weight, self.bias, self.group)  # type: ignore[no-untyped-call]
+        y: Tensor = _Linear.apply(x, self.weight, self.bias, self.group)  # type: ignore[no-untyped-call]
         return y
 
 
 class _LinearContext(FunctionCtx):
-    """What the column-parallel product remembers from forward to backward."""
+    """What a product remembers from forward to backward."""
 
     group: Group
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
 
-class _ColumnLinear(Function):
-    """F.linear followed, in backward, by f of Megatron-LM's figure 3; one function so that the wait is overlapped."""
+class _Linear(Function):
+    """x W^T + b; in backward, f of Megatron-LM's figure 3 over `group`, so that the wait is overlapped."""
 
     @staticmethod
     def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -100,11 +101,11 @@ class _ColumnLinear(Function):
         dx = dweight = dbias = handle = None
         rows = gradient.flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            dx = rows.mm(weight).view(x.shape)
+            dx = input_gradient(rows, weight).view(x.shape)
             handle = ctx.group.start_all_reduce(dx, label="tensor-backward")
         # The weight's gradient is computed while the sum above is under way.
         if ctx.needs_input_grad[1]:
-            dweight = rows.t().mm(x.flatten(0, -2))
+            dweight = weight_gradient(rows, x.flatten(0, -2))
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(0)
         if handle is not None:
@@ -142,8 +143,28 @@ class RowParallelLinear(Described):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part (.., i/t) of the input to the whole output (.., o), equal on all ranks."""
-        y = sum_over_group(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y.add_(self.bias)
+        y: Tensor = _SummedLinear.apply(x, self.weight, self.bias, self.group)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _SummedLinear(Function):
+    """The sum of x W^T over `group` (g of Megatron-LM's figure 3) + b; backward needs nobody."""
+
+    @staticmethod
+    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = linear(x, weight)
+        group.all_reduce(y, label="tensor-forward")
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _LinearContext, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dx = input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 def _require_in_vocabulary(valid: Tensor, tokens: Tensor, vocabulary: int) -> None:

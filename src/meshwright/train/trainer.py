@@ -27,6 +27,7 @@ from meshwright.engine.engine import Engine, StepResult
 from meshwright.engine.tracer import Tracer
 from meshwright.layout.layout import Layout
 from meshwright.parallel.precision import Precision
+from meshwright.parallel.product import onednn_is_quicker
 from meshwright.train import summary
 from meshwright.train.batches import evaluation_batches, training_batches
 from meshwright.train.config import Config, dump
@@ -76,6 +77,7 @@ def _statement(config: Config, corpus: Corpus) -> dict[str, str]:
     stated["source"] = _source_digest()
     stated["torch"] = torch.__version__
     stated["python"] = platform.python_version()
+    stated["matrix products"] = "oneDNN" if onednn_is_quicker() else "torch's choice"
     return stated
 
 
