@@ -1,8 +1,8 @@
 """Copying between a rank's own memory and memory that another core has just used.
 
-The C library copies such pages without first fetching what it is about to overwrite from the other core's cache; torch's
-own loop fetches every line. Into 0.8 MB that the peer had read, that was 17 against 100 µs. No thread of torch's takes
-part: the ranks of a host have its cores.
+The C library does not fetch what it is about to overwrite; torch's own loop fetches every line, from the other core's
+cache if need be. Into 0.8 MB that a peer had read, that was 17 against 100 µs. No thread of torch's takes part: the
+ranks of a host have its cores.
 """
 
 from __future__ import annotations

@@ -155,13 +155,14 @@ class Progress:
     def __init__(self, host: Host) -> None:
         self.lanes: dict[Lane, None] = {}
         self._host = host
+        self._spin = _Spin(host.spin)
 
     def finish(self, operation: Operation, lane: Lane) -> None:
         """Return when `operation` is done, and with it all that stand before it in its `lane`.
 
         Raises CommunicationError if a peer on which the lane depends has ended, or does nothing for it in time.
         """
-        patience = _Patience(self._host)
+        patience = _Patience(self._host, self._spin)
         lane.advance()
         while not operation.done:
             head = lane.head
@@ -177,31 +178,54 @@ class Progress:
         return any(other.advance() for other in tuple(self.lanes) if other is not lane)
 
 
+class _Spin:
+    """Looking at a gate for some microseconds before going to sleep: worth it only while peers have a core to come on.
+
+    Where other programs take the cores, a rank that spins keeps its peer from arriving. So after two waits in which
+    looking was in vain, only every sixteenth tries it again.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._misses = 0
+
+    def until_open(self, gate: Gate) -> bool:
+        """Whether the gate is open, or opened while we looked."""
+        if gate.is_open():
+            return True
+        if self._seconds == 0:
+            return False
+        opened = False
+        if self._misses < 2 or self._misses % 16 == 0:
+            end = time.perf_counter() + self._seconds
+            while not opened and time.perf_counter() < end:
+                opened = gate.is_open()
+        self._misses = 0 if opened else self._misses + 1
+        return opened
+
+
 class _Patience:
     """One rank waiting: how it spins and sleeps, when it looks at its peers, and when it gives up."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, spin: _Spin) -> None:
         self._host = host
+        self._spin = spin
         self._begun = self._moved = self._looked = time.monotonic()
-        self._spun = host.spin == 0
+        self._spun = False
         self._nap = _NAP
         self._noticed = False
 
     def renew(self) -> None:
         """Something has moved: the time-out begins anew."""
         self._moved = time.monotonic()
-        self._spun = self._host.spin == 0
+        self._spun = False
 
     def spin(self, gate: Gate) -> bool:
-        """Look at the gate for some microseconds, at first; whether it has opened."""
+        """Look at the gate, for some time if it is the first time; whether it has opened."""
         if self._spun:
             return gate.is_open()
         self._spun = True
-        end = time.perf_counter() + self._host.spin
-        while not gate.is_open():
-            if time.perf_counter() > end:
-                return False
-        return True
+        return self._spin.until_open(gate)
 
     def sleep(self, operation: Operation, gate: Gate, alone: bool) -> None:
         """Sleep until someone who is missing at the gate may have come; at times, see what has become of them.

@@ -28,7 +28,6 @@ from meshwright.comm.ledger import Kind
 from meshwright.comm.reduce import combine
 from meshwright.comm.shared.board import SMALL, Board, Places
 from meshwright.comm.shared.copy import copy
-from meshwright.comm.shared.copy import copy as copy_out
 from meshwright.comm.shared.progress import Gate
 from meshwright.comm.shared.signature import Signature
 
@@ -96,10 +95,10 @@ class Collective:
 
     def _all_reduce(self) -> Body:
         target, reduction = self._call.target, self._call.signature.reduction
-        if self._call.small:
-            combine([self._small(member) for member in range(self._size)], target, reduction)
+        sources = self._readable()
+        if self._call.small and sources is not None:
+            combine(sources, target, reduction)
             return False
-        sources = self._sources(target.numel())
         if sources is not None:
             own = self._part(self._me, target.numel())
             combine([source[own] for source in sources], target[own], reduction)
@@ -134,20 +133,17 @@ class Collective:
             piece = target[pieces[index]]
             for member in self._others():
                 part = self._part(member, piece.numel())
-                copy_out(self._slot(member, index, piece.numel())[part], piece[part])
+                copy(self._slot(member, index, piece.numel())[part], piece[part])
 
         return self._pipeline(len(pieces), put_in, reduce, take_out)
 
     def _reduce_scatter(self) -> Body:
         source, target, reduction = self._call.source, self._call.target, self._call.signature.reduction
         own = slice(self._me * target.numel(), (self._me + 1) * target.numel())
-        if self._call.small:
-            combine([self._small(member)[own] for member in range(self._size)], target, reduction)
-            return False
-        sources = self._sources(source.numel())
+        sources = self._readable()
         if sources is not None:
             combine([each[own] for each in sources], target, reduction)
-            return True
+            return not self._call.small
         rows = source.view(self._size, -1)
         pieces = _pieces(target.numel(), max(1, PIECE // self._itemsize // self._size))
 
@@ -178,14 +174,13 @@ class Collective:
             if not held:
                 copy(source, shards[self._me])
             # Who held its part already wrote it before its post; who did not has only now.
-            return any(self._held(member) is not True for member in range(self._size))
+            return not all(self._held(member) for member in range(self._size))
         if not held:
             copy(source, shards[self._me])
-        sources = [self._small(member) for member in range(self._size)] if self._call.small else None
-        sources = sources or self._sources(source.numel())
+        sources = self._readable()
         if sources is not None:
             for member in self._others():
-                copy_out(sources[member], shards[member])
+                copy(sources[member], shards[member])
             return not self._call.small
         pieces = _pieces(source.numel(), PIECE // self._itemsize)
 
@@ -196,7 +191,7 @@ class Collective:
         def take_out(index: int) -> None:
             for member in self._others():
                 piece = shards[member, pieces[index]]
-                copy_out(self._slot(member, index, piece.numel()), piece)
+                copy(self._slot(member, index, piece.numel()), piece)
 
         yield from self._pipeline(len(pieces), put_in, take_out)
         return False
@@ -212,7 +207,7 @@ class Collective:
         place = self._places[root].source
         if place is not None:
             if self._me != root:
-                copy_out(self._board.host.segment.tensor(place, tensor.numel(), self._dtype), tensor)
+                copy(self._board.host.segment.tensor(place, tensor.numel(), self._dtype), tensor)
             return True
         pieces = _pieces(tensor.numel(), PIECE // self._itemsize)
 
@@ -224,7 +219,7 @@ class Collective:
         def take_out(index: int) -> None:
             if self._me != root:
                 piece = tensor[pieces[index]]
-                copy_out(self._slot(root, index, piece.numel()), piece)
+                copy(self._slot(root, index, piece.numel()), piece)
 
         yield from self._pipeline(len(pieces), put_in, take_out)
         return False
@@ -233,9 +228,7 @@ class Collective:
         source, target = self._call.source, self._call.target
         given, taken = source.view(self._size, -1), target.view(self._size, -1)
         copy(given[self._me], taken[self._me])
-        sources = (
-            [self._small(member) for member in range(self._size)] if self._call.small else self._sources(source.numel())
-        )
+        sources = self._readable()
         if sources is not None:
             for member in self._others():
                 copy(sources[member].view(self._size, -1)[self._me], taken[member])
@@ -290,9 +283,11 @@ class Collective:
         assert staging is not None, "allocated by the post of anything that is not small"
         return self._board.host.segment.tensor(staging + piece % SLOTS * PIECE, numel, self._dtype)
 
-    def _sources(self, numel: int) -> list[Tensor] | None:
-        """Every member's source in place, if all are in the segment."""
-        segment = self._board.host.segment
+    def _readable(self) -> list[Tensor] | None:
+        """Every member's source, if all stand where others can read them: beside the signatures, or in the segment."""
+        if self._call.small:
+            return [self._small(member) for member in range(self._size)]
+        segment, numel = self._board.host.segment, self._call.source.numel()
         offsets = [places.source for places in self._places if places.source is not None]
         if len(offsets) < self._size:
             return None
