@@ -46,7 +46,9 @@ def table(layout: Layout, measured: list[StateBytes], formula: list[StateBytes])
             f"{rank:>6} {f'{place.data}.{place.pipeline}.{place.tensor}':>22}"
             + "".join(f"{f'{a / 1e6:.3f} ({b / 1e6:.3f})':>20}" for a, b in numbers)
         )
-    return "\n".join([heading, *rows])
+    shared = any(real.parameters < theory.parameters for real, theory in zip(measured, formula, strict=True))
+    note = ["parameters that the ranks of a host share exist once; each rank counts its part"] if shared else []
+    return "\n".join([heading, *rows, *note])
 
 
 def _columns(states: StateBytes) -> tuple[int, int, int, int]:
