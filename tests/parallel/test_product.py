@@ -15,6 +15,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch does not offer oneDNN's product")
     monkeypatch.setattr(product, "onednn_is_quicker", lambda: request.param)
+    monkeypatch.setattr(product, "WORTHWHILE", 0)
 
 
 @pytest.mark.usefixtures("chosen")

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+WORTHWHILE = 2**21
+"""Multiplications from which oneDNN is asked: it prepares itself anew for every shape, and wakes threads for any."""
+
 
 @cache
 def onednn_is_quicker() -> bool:
@@ -31,7 +34,7 @@ def onednn_is_quicker() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b for (.., i) and (o, i), as `F.linear`; without a graph."""
-    if _to_onednn(x):
+    if _to_onednn(x, weight):
         # torch gives this operation no public name; compiled models use it.
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y
@@ -40,13 +43,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
     """Return g W for (n, o) and (o, i)."""
-    return linear(rows, weight.t()) if _to_onednn(rows) else rows.mm(weight)
+    return linear(rows, weight.t()) if _to_onednn(rows, weight.t()) else rows.mm(weight)
 
 
 def weight_gradient(rows: Tensor, inputs: Tensor) -> Tensor:
     """Return g^T x for (n, o) and (n, i)."""
-    return linear(rows.t(), inputs.t()) if _to_onednn(rows) else rows.t().mm(inputs)
+    return linear(rows.t(), inputs.t()) if _to_onednn(rows.t(), inputs.t()) else rows.t().mm(inputs)
 
 
-def _to_onednn(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu" and x.numel() > 0 and onednn_is_quicker()
+def _to_onednn(x: Tensor, weight: Tensor) -> bool:
+    if x.dtype is not torch.float32 or x.device.type != "cpu" or not onednn_is_quicker():
+        return False
+    return x.numel() > 0 and x.numel() * weight.shape[0] >= WORTHWHILE
