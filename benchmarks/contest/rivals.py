@@ -50,7 +50,7 @@ def ddp(seat: Seat, **options: Any) -> Train:
 def ddp_zero(seat: Seat, **options: Any) -> Train:
     """DistributedDataParallel whose optimizer states are divided; bf16 by autocast."""
     model = _ddp(seat)
-    settings: dict[str, Any] = {"parameters_as_bucket_view": False} | options
+    settings: dict[str, Any] = {"parameters_as_bucket_view": True} | options
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
         torch.optim.AdamW,

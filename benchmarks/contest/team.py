@@ -63,12 +63,16 @@ class Team:
     # --- what it can be asked ------------------------------------------------------------------------------------
 
     def wait_until_imported(self) -> None:
-        """Return when all processes have imported what they need."""
+        """Return when all processes have imported what they need, and note what that takes."""
         self._collect()
+        try:
+            self._imported = memory.taken(self._numbers)
+        except OSError as error:
+            self.end()
+            raise TeamError(f"a rank has ended: {error}") from None
 
     def prepare(self) -> None:
-        """Note what the imports take, and set the system up."""
-        self._imported = memory.taken(self._numbers)
+        """Set the system up."""
         self._ask(None)
         self._collect()
 
@@ -101,8 +105,12 @@ class Team:
         return [process.pid for process in self._processes]
 
     def _ask(self, question: int | None) -> None:
-        for pipe in self._pipes:
-            pipe.send(question)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(question)
+            except OSError:
+                self.end()
+                raise TeamError(f"rank {rank} has ended while it was not on turn") from None
 
     def _collect(self, meanwhile: Callable[[], None] | None = None) -> list[Answer]:
         """The next answer of every rank. Ends the team and raises TeamError if one of them does not come."""
