@@ -166,6 +166,66 @@ def test_each_direction_of_the_pipeline_arrives_in_the_order_it_was_sent(pool: R
     assert middle == [0, 1, 2, 3, 4, 0, -1, -2, -3, -4]
 
 
+def in_runs_of(groups: Groups, shard: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    divided = groups.sharded(shard)
+    again = groups.sharded(shard)
+    assert shard == 1 or (again.shards is divided.shards and again.gathers() is divided.gathers())
+    for group in (divided.shards, divided.replicas, divided.gathers()):
+        collectives(group, 5)
+    assert divided.gathers().ranks == divided.shards.ranks
+    return divided.shards.ranks, divided.replicas.ranks
+
+
+@pytest.mark.parametrize("shard", [1, 2, 4])
+def test_the_data_axis_comes_in_runs_that_are_made_once(pool: RankPool, shard: int) -> None:
+    mesh = Mesh(data=4)
+    for _ in range(2):
+        answers = pool.run(mesh, in_runs_of, shard)
+        assert answers == [(mesh.shard_group(rank, shard), mesh.replica_group(rank, shard)) for rank in range(4)]
+
+
+def undivided(groups: Groups) -> None:
+    divided = groups.sharded(groups.data.size)
+    for each in (groups, divided):
+        assert each.shards is groups.data
+        assert each.replicas.size == 1
+        assert each.gathers() is not groups.data or groups.data.size == 1
+
+
+def test_all_data_ranks_in_one_run_are_the_data_group(pool: RankPool) -> None:
+    pool.run(Mesh(data=2, tensor=2), undivided)
+    undivided(solo())
+
+
+def out_of_step(groups: Groups) -> tuple[float, float, list[str]]:
+    """Two gathers and two reductions, started in other orders on the two groups, all under way at once."""
+    divided = groups.sharded(2)
+    gathers, rank = divided.gathers(), divided.shards.index
+    summed = [torch.full((1000,), float(rank + step)) for step in range(2)]
+    wholes = [torch.empty(2000) for _ in range(2)]
+    acts = [lambda step=step: divided.shards.start_all_reduce(summed[step], label="gradients") for step in range(2)]
+    acts += [
+        lambda step=step: gathers.start_all_gather(torch.full((1000,), float(step)), wholes[step], label="parameters")
+        for step in range(2)
+    ]
+    # Within a group the order is the same on every rank; between the two groups it need not be.
+    order = (0, 2, 1, 3) if rank == 0 else (2, 3, 0, 1)
+    handles = [acts[index]() for index in order]
+    for handle in handles:
+        handle.wait()
+    axes = sorted({entry.axis for entry, _ in groups.ledger})
+    return float(summed[1].sum()), float(wholes[1].sum()), axes
+
+
+def test_gathers_and_reductions_are_under_way_on_two_groups(pool: RankPool) -> None:
+    assert pool.run(Mesh(data=4), out_of_step) == [(3000.0, 2000.0, ["gather", "shard"])] * 4
+
+
+def test_runs_that_do_not_divide_the_data_axis_are_refused() -> None:
+    with pytest.raises(ValueError, match="runs of 2 ranks do not divide 1 data ranks; try 1"):
+        solo().sharded(2)
+
+
 def alone(groups: Groups) -> None:
     if groups.rank == 0:
         groups.data.all_reduce(torch.zeros(4), label="gradients")

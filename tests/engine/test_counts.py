@@ -148,7 +148,7 @@ def test_ranks_that_share_memory_hold_the_whole_parameters_once_together(pool: R
 def gradient_buffers(groups: Groups, layout: Layout, layers: int) -> int:
     spec = replace(SPEC, layers=layers)
     engine = trained(groups, layout, spec)
-    return next(iter(engine.stage.units.values()))._pool.made
+    return next(iter(engine.stage.units.values())).gradient.pool.made
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -160,7 +160,8 @@ def test_gradient_buffers_do_not_grow_with_the_model(gloo_pool: RankPool, zero: 
 
 def whole_units(groups: Groups, layout: Layout) -> int:
     """The most bytes of whole parameters that exist at any action of a step."""
-    engine = build(SPEC, layout, groups, adam)
+    spec = replace(SPEC, layers=6)
+    engine = build(spec, layout, groups, adam)
     most = 0
     original = engine._interpreter._act
 
@@ -175,7 +176,8 @@ def whole_units(groups: Groups, layout: Layout) -> int:
     return most
 
 
-def test_stage_3_holds_one_whole_unit_at_a_time(gloo_pool: RankPool) -> None:
-    layout = Layout(data=2, zero=3)  # type: ignore[arg-type]
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_stage_3_holds_one_whole_unit_and_those_that_are_prefetched(gloo_pool: RankPool, prefetch: int) -> None:
+    layout = Layout(data=2, zero=3, prefetch=prefetch)  # type: ignore[arg-type]
     block = 12 * 32**2 + 13 * 32
-    assert gloo_pool.run(layout.mesh, whole_units, layout) == [4 * block] * 2
+    assert gloo_pool.run(layout.mesh, whole_units, layout) == [4 * block * (prefetch + 1)] * 2

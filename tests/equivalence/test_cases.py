@@ -65,7 +65,7 @@ def tied_copies(groups: Groups, layout: Layout) -> torch.Tensor:
     for step in range(case.steps):
         train_step(engine, case, step, lambda: None)
     unit = engine.stage.units["tied"]
-    return unit.gathered().clone()
+    return unit.collect(unit.owned_value)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -32,6 +32,53 @@ def test_the_groups_along_an_axis_divide_the_ranks(mesh: Mesh, axis: Axis) -> No
             assert mesh.group(axis, rank) == group
 
 
+def _shard_sizes(mesh: Mesh) -> list[int]:
+    return [shard for shard in range(1, mesh.data + 1) if mesh.data % shard == 0]
+
+
+@given(meshes)
+@settings(max_examples=30, deadline=None)
+def test_shard_groups_divide_the_ranks_and_so_do_replica_groups(mesh: Mesh) -> None:
+    everyone = list(range(mesh.size))
+    for shard in _shard_sizes(mesh):
+        for group_of, length in ((mesh.shard_group, shard), (mesh.replica_group, mesh.data // shard)):
+            groups = {group_of(rank, shard) for rank in everyone}
+            assert sorted(rank for group in groups for rank in group) == everyone
+            assert {len(group) for group in groups} == {length}
+            assert all(rank in group_of(rank, shard) for rank in everyone)
+
+
+@given(meshes)
+@settings(max_examples=30, deadline=None)
+def test_a_shard_group_and_a_replica_group_meet_in_one_rank_and_span_the_data_group(mesh: Mesh) -> None:
+    for shard in _shard_sizes(mesh):
+        for rank in range(mesh.size):
+            run, peers = mesh.shard_group(rank, shard), mesh.replica_group(rank, shard)
+            assert set(run) & set(peers) == {rank}
+            spanned = [member for peer in peers for member in mesh.shard_group(peer, shard)]
+            assert tuple(spanned) == mesh.group(Axis.DATA, rank)
+
+
+def test_one_run_is_the_data_group_and_has_no_replicas() -> None:
+    mesh = Mesh(data=4, pipeline=2)
+    assert mesh.shard_group(3, 4) == mesh.group(Axis.DATA, 3) == (1, 3, 5, 7)
+    assert mesh.replica_group(3, 4) == (3,)
+    assert (mesh.shard_group(3, 1), mesh.replica_group(3, 1)) == ((3,), (1, 3, 5, 7))
+
+
+def test_neighbours_on_the_data_axis_divide_the_states() -> None:
+    mesh = Mesh(data=4, tensor=2)
+    assert [mesh.shard_group(rank, 2) for rank in (0, 3, 5)] == [(0, 2), (1, 3), (5, 7)]
+    assert [mesh.replica_group(rank, 2) for rank in (0, 3, 5)] == [(0, 4), (3, 7), (1, 5)]
+
+
+def test_runs_that_do_not_divide_the_data_axis_are_refused() -> None:
+    with pytest.raises(ValueError, match="runs of 3 ranks do not divide 4 data ranks; try 2 or 4"):
+        Mesh(data=4).shard_group(0, 3)
+    with pytest.raises(ValueError, match="runs of 0 ranks do not divide 4 data ranks; try 1"):
+        Mesh(data=4).replica_group(0, 0)
+
+
 def test_tensor_ranks_are_neighbours_and_data_ranks_are_far_apart() -> None:
     mesh = Mesh(data=2, pipeline=2, tensor=2)
     assert mesh.groups(Axis.TENSOR) == ((0, 1), (2, 3), (4, 5), (6, 7))

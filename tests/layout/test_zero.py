@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.layout.zero import FULL_ADAM, MIXED_ADAM, StateBytes, ZeroStage, model_state_bytes
+from meshwright.layout.zero import FULL_ADAM, MIXED_ADAM, Places, StateBytes, ZeroStage, model_state_bytes, places
 
 TABLE_1 = Path(__file__).parent.parent / "published" / "zero_table1_model_state_memory.csv"
 COLUMNS = {
@@ -50,3 +50,15 @@ def test_a_shard_that_does_not_come_out_even_is_padded_up() -> None:
     assert model_state_bytes(7, 2, ZeroStage.OPTIMIZER, FULL_ADAM) == StateBytes(28, 28, 4 * 8)
     with pytest.raises(ValueError, match="0 ranks; take at least 1"):
         model_state_bytes(7, 0, ZeroStage.NONE, FULL_ADAM)
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "host"),
+    [(0, (2000, 2000), 12_000), (1, (2000, 2000), 3000), (2, (2000, 500), 3000), (3, (500, 500), 3000)],
+)
+def test_offload_leaves_two_and_two_bytes_on_the_device_and_twelve_on_the_host(
+    stage: int, device: tuple[int, int], host: int
+) -> None:
+    states = model_state_bytes(1000, 4, ZeroStage(stage), MIXED_ADAM)
+    assert places(states, offload=True) == Places(StateBytes(*device, 0), StateBytes(0, 0, host))
+    assert places(states, offload=False) == Places(states, StateBytes(0, 0, 0))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from meshwright.comm.connect import Groups, solo
 from meshwright.comm.group import SoloGroup
+from meshwright.layout.layout import Layout
 from meshwright.layout.mesh import Mesh
 from meshwright.layout.zero import ZeroStage, row
+from meshwright.parallel.flat import Run
 from meshwright.parallel.parameter import (
     Constant,
     Described,
@@ -20,7 +24,8 @@ from meshwright.parallel.parameter import (
 )
 from meshwright.parallel.pool import GradientPool
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.unit import Setting, State, Unit
+from meshwright.parallel.setting import Setting
+from meshwright.parallel.unit import State, Unit
 from pool import RankPool
 
 CPU = torch.device("cpu")
@@ -39,8 +44,10 @@ class Odd(Described):
 def make(groups: Groups, stage: ZeroStage) -> tuple[Odd, Unit]:
     module = Odd()
     parameters: list[DescribedParameter] = list(described(module, "odd"))
-    setting = Setting(groups.data, groups.tensor, row(stage), Precision.of(torch.float64), CPU)
-    unit = Unit("0", parameters, setting, GradientPool(groups.data, 20, torch.float64, CPU))
+    setting = replace(
+        Setting.of(Layout(data=groups.data.size), groups, Precision.of(torch.float64)), sharding=row(stage)
+    )
+    unit = Unit("0", parameters, setting, GradientPool(groups.data, 20, CPU))
     for slot in unit.slots:
         unit.load(slot.name, initial_value(slot.spec, slot.name, 0))
     unit.rest()
@@ -58,10 +65,11 @@ def cycle(groups: Groups, stage: ZeroStage) -> None:
         assert torch.equal(getattr(module, name), value)
     unit.open_gradient()
     (module.seven.sum() * (1 + groups.rank) + (module.five**2).sum()).backward()
-    unit.start_reduce()
+    unit.gradient.start_reduce()
     unit.finish_reduce()
-    for piece in unit.pieces():
-        piece.value.sub_(piece.gradient)
+    for run in unit.runs():
+        unit.master[run.part].sub_(unit.gradient.owned[run.part])
+        unit.publish(run.part)
     if stage is ZeroStage.PARAMETERS:
         unit.release()
     unit.stepped()
@@ -80,7 +88,7 @@ def test_parameters_of_odd_sizes_do_not_touch_their_neighbours(pool: RankPool, s
 
 def held(groups: Groups, stage: ZeroStage) -> tuple[int, int, int]:
     _, unit = make(groups, stage)
-    owned = sum(piece.value.numel() for piece in unit.pieces())
+    owned = sum(run.stop - run.start for run in unit.runs())
     return (*unit.state_bytes, owned)
 
 
@@ -111,7 +119,7 @@ def test_wrong_transitions_name_the_unit_and_its_parameters() -> None:
 
 def test_decayed_and_undecayed_parameters_are_two_runs_without_the_padding() -> None:
     _, unit = make(solo(), ZeroStage.NONE)
-    assert [(piece.decay, piece.value.numel()) for piece in unit.pieces()] == [(True, 7), (False, 5)]
+    assert unit.runs() == (Run(0, 7, group=0), Run(7, 12, group=1))
 
 
 def test_released_memory_is_given_back_and_gathering_does_not_disturb_autograd() -> None:
@@ -132,7 +140,7 @@ def test_released_memory_is_given_back_and_gathering_does_not_disturb_autograd()
 
 def test_a_unit_without_parameters_is_harmless() -> None:
     data = SoloGroup("data")
-    setting = Setting(data, SoloGroup("tensor"), row(ZeroStage.NONE), Precision.of(torch.float32), CPU)
-    unit = Unit("0", [], setting, GradientPool(data, 0, torch.float32, CPU))
-    assert unit.pieces() == ()
-    assert unit.unique_gradients() == ()
+    setting = Setting.of(Layout(), solo(), Precision.of(torch.float32))
+    unit = Unit("0", [], setting, GradientPool(data, 0, CPU))
+    assert unit.runs() == ()
+    assert list(unit.unique_gradients()) == []

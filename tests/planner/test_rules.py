@@ -19,7 +19,18 @@ def warned(layout: str, batch: int = 16) -> list[str]:
     return [str(problem) for problem in warnings(Layout.parse(layout), SPEC, batch)]
 
 
-@pytest.mark.parametrize("layout", ["dp1", "dp2.tp2.pp4/zero3/gpipe/m8/recompute-full", "tp12.pp8/m8", "dp3/m5"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp1",
+        "dp2.tp2.pp4/zero3/gpipe/m8/recompute-full",
+        "tp12.pp8/m8",
+        "dp3/m5",
+        "dp4.tp2/zero3/shard2/prefetch4/offload",
+        "dp4/zero0/shard2/offload",
+        "offload",
+    ],
+)
 def test_whatever_arithmetic_allows_is_legal(layout: str) -> None:
     assert said(layout) == []
 
@@ -34,6 +45,12 @@ def test_there_are_at_most_as_many_stages_as_layers() -> None:
     assert problem.startswith("pp=9 stages are more than 8 layers (6 blocks, the embedding and the head)")
     assert problem.endswith("try pp=8 or fewer")
     assert said("pp8/m8") == []
+
+
+def test_the_runs_of_shards_must_divide_the_data_ranks() -> None:
+    assert said("dp6/zero1/shard4") == ["shard=4 does not divide dp=6; try shard=3 or 6"]
+    assert said("dp2/zero1/shard4") == ["shard=4 does not divide dp=2; try shard=2"]
+    assert said("dp6/zero1/shard3") == said("dp6/zero1/shard6") == []
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
@@ -88,3 +105,32 @@ def test_the_gathers_of_zero_3_are_warned_about_with_their_number() -> None:
         "zero=3 gathers every parameter 2 x m = 8 times a step: a rank sends 9 elements per parameter;"
         " zero=2 sends 3.75, zero=1 1.5; fewer micro-batches cost less"
     ]
+
+
+def test_the_gathers_of_runs_of_shards_are_counted_with_the_sum_over_their_replicas() -> None:
+    # 3 m (s-1)/s = 6 and an all-reduce of a half over two replicas, 1/2; zero=2 sends 2.5 + 1/2.
+    assert warned("dp4/zero3/shard2/m4") == [
+        "zero=3 gathers every parameter 2 x m = 8 times a step: a rank sends 6.5 elements per parameter;"
+        " zero=2 sends 3, zero=1 1.5; fewer micro-batches cost less"
+    ]
+
+
+def test_parts_that_the_zero_stage_makes_no_use_of_are_warned_about() -> None:
+    assert warned("dp4/zero0/shard2") == [
+        "shard=2 has nothing to divide: zero=0 divides no states; try zero=1 or more",
+    ]
+    assert warned("dp4/zero3/shard1/m2") == [
+        "shard=1 undoes zero=3: over one rank nothing is divided; try zero=0, or shard=2 and more",
+    ]
+    assert warned("dp4/zero1/prefetch2") == [
+        "prefetch=2 has nothing to gather ahead: zero=1 holds the parameters whole; try zero=3, or leave it out",
+    ]
+    assert warned("dp4/zero3/shard2/prefetch2") == []
+
+
+def test_offload_of_undivided_states_is_warned_about_with_what_dividing_them_saves() -> None:
+    assert warned("dp4/zero0/offload") == [
+        "offload without divided states: each of dp=4 ranks moves every gradient to its host and every parameter back,"
+        " and holds all optimizer states there; zero=1 or more moves and holds 1/4 of it"
+    ]
+    assert warned("dp4/zero1/offload") == warned("offload") == []

@@ -32,6 +32,40 @@ def test_the_picture_of_the_readme_is_drawn() -> None:
     assert show(Layout.parse("dp2.tp2.pp4/zero1/1f1b/m8")).startswith(PICTURE)
 
 
+def facts(layout: str, rank: int = 0) -> list[str]:
+    lines = show(Layout.parse(layout), rank).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("zero"))
+    return lines[start : lines.index("", start)]
+
+
+def test_runs_of_shards_and_their_replicas_are_named_for_the_rank_in_question() -> None:
+    assert facts("dp4.tp2/zero3/shard2/prefetch2/offload", rank=3) == [
+        "zero 3      parameters 1/2, gradients 1/2, optimizer states 1/2 on its host on each data-parallel rank",
+        "gathered    at most 3 at a time: the layer in use and 2 on the way",
+        "shards      2 ranks divide the states, those with rank 3: 1 3",
+        "replicas    2 ranks hold each part, that of rank 3: 3 7",
+    ]
+    assert facts("dp64/zero1/shard2", rank=5)[1:] == [
+        "shards      2 ranks divide the states, those with rank 5: 4 5",
+        "replicas    32 ranks hold each part, that of rank 5: 1 3 5 7 9 11 13 ... 59 61 63",
+    ]
+
+
+def test_what_is_not_divided_is_shown_whole() -> None:
+    whole = "parameters whole, gradients whole, optimizer states whole on each data-parallel rank"
+    assert facts("dp4/zero0/shard2") == [f"zero 0      {whole}"]
+    assert facts("dp1/zero3") == [f"zero 3      {whole}"]
+    assert facts("dp2/zero3/prefetch0")[1] == "gathered    at most 1 at a time: the layer in use and 0 on the way"
+
+
+def test_a_sum_over_replicas_stands_with_the_op_that_made_it() -> None:
+    program = show(Layout.parse("dp4/zero2/shard2/m1"), layers_per_stage=2).partition("program of ")[2]
+    assert program.splitlines()[2:] == [
+        "  B0@0  B0@0.1  REDUCE 1  B0@0.0  SYNC 1  REDUCE 0  SYNC 0",
+        "  step  STEP  GATHER 0  GATHER 1",
+    ]
+
+
 def test_the_program_has_a_line_per_op_and_one_for_the_end_of_the_step() -> None:
     program = show(Layout.parse("dp2.pp2/zero3/1f1b/m1/recompute-full"), rank=0).partition("program of ")[2]
     assert program.splitlines() == [
@@ -63,6 +97,7 @@ def test_a_models_own_layers_are_cut_by_their_cost_and_tied() -> None:
         "dp1.pp24/gpipe/m2",
         "pp4/m120",
         "dp2.tp64.pp3/m1",
+        "dp4096.tp8/zero3/shard64/prefetch10/offload/m2",
     ],
 )
 @pytest.mark.parametrize("layers_per_stage", [1, 12])

@@ -19,6 +19,7 @@ from meshwright.schedule.program import (
     Release,
     Send,
     Step,
+    Sync,
     Tied,
     parse_action,
 )
@@ -36,6 +37,7 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(Gather, units),
     st.builds(Release, units),
     st.builds(Reduce, units),
+    st.builds(Sync, units),
     st.builds(Tied, units),
     st.builds(Step),
 )

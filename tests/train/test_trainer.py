@@ -55,8 +55,19 @@ def test_a_run_learns_logs_saves_and_reports(config: Config, capsys: pytest.Capt
     assert load(folder / "config.toml") == config
     printed = capsys.readouterr().out
     assert "step=30 loss=" in printed
-    assert "model states per rank" in printed
+    assert "memory per rank" in printed
+    (memory,) = json.loads((folder / "memory.json").read_text())
+    assert memory["activations"] > 0
+    assert memory["peak"] == sum(memory[part] for part in ("parameters", "gradients", "optimizer", "activations"))
     assert "a sample of what it learned:\ndef " in printed
+
+
+@pytest.mark.parametrize(("meter", "steps", "measured"), [(0, 2, False), (5, 2, True), (1, 1, True)])
+def test_the_step_that_the_configuration_names_is_measured_or_the_last_or_none(
+    config: Config, capsys: pytest.CaptureFixture[str], meter: int, steps: int, measured: bool
+) -> None:
+    run_rank(SOLO, replace(config, meter=meter, steps=steps))
+    assert ("activations" in capsys.readouterr().out) == measured
 
 
 def test_a_saved_run_can_be_sampled_and_the_seed_decides(config: Config) -> None:

@@ -7,7 +7,7 @@ What carries a group is decided in `wiring`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -25,7 +25,12 @@ from meshwright.layout.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one rank along each axis of its mesh, its two pipeline channels, and the ledger they share."""
+    """The groups of one rank along each axis of its mesh, its two pipeline channels, and the ledger they share.
+
+    `shards` and `replicas` divide the data axis (HSDP, see `layout.mesh`): the ranks that divide the model states among
+    them, and those that hold the same part. As connected, the first is the data group and the second this rank alone;
+    `sharded` makes others.
+    """
 
     mesh: Mesh
     rank: int
@@ -33,18 +38,39 @@ class Groups:
     ledger: Ledger
     world: Group
     data: Group
+    shards: Group
+    replicas: Group
     pipeline: Group
     tensor: Group
     activations: Channel
     gradients: Channel
     wiring: Wiring | None
 
+    def sharded(self, shards: int) -> Groups:
+        """The same groups with the data axis in runs of `shards` ranks. Every rank must call it, with the same number.
+
+        Raises ValueError where `shards` does not divide the data axis.
+        """
+        run, peers = self.mesh.shard_group(self.rank, shards), self.mesh.replica_group(self.rank, shards)
+        over = self.data if run == self.data.ranks else self._made("shard", run)
+        return replace(self, shards=over, replicas=self._made("replica", peers))
+
+    def gathers(self) -> Group:
+        """A second group of the ranks of `shards`: what is gathered on it does not wait for reductions on the first.
+
+        Every rank of `shards` must call it.
+        """
+        return self._made("gather", self.shards.ranks)
+
     def among_stages(self, name: str, stages: tuple[int, ...]) -> Group:
         """A group of the pipeline ranks `stages` in this rank's own pipeline; only those ranks may call it."""
-        ranks = tuple(self.pipeline.ranks[stage] for stage in stages)
+        return self._made(name, tuple(self.pipeline.ranks[stage] for stage in stages))
+
+    def _made(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """The group of `ranks`, of which this is one; the same one however often it is asked for."""
         if len(ranks) == 1:
             return SoloGroup(name, self.rank, self.ledger)
-        assert self.wiring is not None, "a mesh of one rank has one stage"
+        assert self.wiring is not None, "a mesh of one rank has groups of one rank"
         key = f"{name}-{ranks}"
         if key not in self.wiring.made:
             self.wiring.made[key] = self.wiring.group(name, ranks, self.rank, self.ledger)
@@ -118,13 +144,16 @@ def _assemble(mesh: Mesh, rank: int, device: torch.device, ledger: Ledger, wirin
         return SoloChannel(label, ranks, 0, ledger) if wiring is None else wiring.channel(label, ranks, rank, ledger)
 
     line = mesh.group(Axis.PIPELINE, rank)
+    data = group(Axis.DATA, mesh.group(Axis.DATA, rank))
     return Groups(
         mesh=mesh,
         rank=rank,
         device=device,
         ledger=ledger,
         world=group("world", tuple(range(mesh.size))),
-        data=group(Axis.DATA, mesh.group(Axis.DATA, rank)),
+        data=data,
+        shards=data,
+        replicas=SoloGroup("replica", rank, ledger),
         pipeline=group(Axis.PIPELINE, line),
         tensor=group(Axis.TENSOR, mesh.group(Axis.TENSOR, rank)),
         activations=channel("activations", line),

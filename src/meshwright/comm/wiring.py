@@ -57,8 +57,8 @@ class Wiring:
         hosts: the name of every rank's host.
         host: the ranks that share memory, if all do; and what this rank has under way with them.
         debug: whether groups compare their calls before they make them.
-        made: the groups among stages, by name: a second engine on the same mesh must not meet the first one's entries
-            in the store.
+        made: the groups that are made later (among stages, runs of shards, gathers), by name: a second engine on the
+            same mesh must not meet the first one's entries in the store.
     """
 
     store: dist.Store

@@ -2,13 +2,46 @@
 
 With ring (or equally good) collectives a rank sends (n-1)/n of a tensor for a reduce-scatter or an all-gather over n
 ranks, and twice that for an all-reduce. The formulas name no bytes and no seconds, and count no padding.
+
+Where states are divided over s ranks only and replicated r times (HSDP), most of it stays inside a node:
+
+      between the s ranks of a run      what ZeRO sends over s ranks instead of d       the fast link
+      between the r replicas            2 Ψ/s (r-1)/r      all-reduce of the own part   the slow link, once a step
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
+from meshwright.layout.layout import Layout
 from meshwright.layout.zero import ZeroStage, row
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements that one rank sends per step for data parallelism: to the ranks of its run, and to its replicas."""
+
+    shards: Fraction
+    replicas: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        """Both together."""
+        return self.shards + self.replicas
+
+
+def of_layout(parameters: int, layout: Layout) -> Traffic:
+    """What a layout sends along the data axis for Ψ = `parameters` on each rank of its pipeline and tensor axes.
+
+    Over s = `layout.shards` ranks as `data_parallel` says; then each rank sums its part of the gradient over r =
+    `layout.replicas` ranks. Offload sends nothing to other ranks.
+    """
+    s, r = layout.shards, layout.replicas
+    return Traffic(
+        shards=data_parallel(parameters, s, layout.effective_zero, layout.micro_batches),
+        replicas=Fraction(2 * parameters * (r - 1), s * r),
+    )
 
 
 def data_parallel(parameters: int, data: int, stage: ZeroStage, micro_batches: int = 1) -> Fraction:

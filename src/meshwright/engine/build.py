@@ -16,19 +16,20 @@ from torch import nn
 from meshwright.comm.connect import Groups
 from meshwright.comm.group import Group
 from meshwright.costs.spec import GPTSpec
-from meshwright.engine.engine import Engine, effective_stage
+from meshwright.engine.engine import Engine
 from meshwright.engine.stage import Stage
 from meshwright.layout.layout import Checkpoints, Layout
-from meshwright.layout.zero import row
 from meshwright.model.gpt import TIED, build_layer, parameters_of
 from meshwright.model.split import cut_layers
+from meshwright.parallel.elementwise import OptimizerFactory
 from meshwright.parallel.flat import padded_numel
-from meshwright.parallel.parameter import DescribedParameter, cut, initial_value
+from meshwright.parallel.parameter import DECAY_GROUPS, DescribedParameter, cut, initial_value
 from meshwright.parallel.pool import GradientPool
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.residual import Here, Host, Split, Store
-from meshwright.parallel.unit import Setting, Unit
-from meshwright.parallel.zero import OptimizerFactory, ShardedOptimizer
+from meshwright.parallel.setting import Setting
+from meshwright.parallel.unit import Unit
+from meshwright.parallel.zero import ShardedOptimizer
 from meshwright.schedule.cut import Cut
 
 
@@ -40,27 +41,28 @@ def build(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
     clip: float | None = None,
 ) -> Engine:
     """The engine of the rank that `groups` belongs to; the weights depend on `seed` and not on the layout.
 
-    In a 16-bit `dtype` the optimizer updates float32 masters, and a float16 loss is scaled.
+    In a 16-bit `dtype` the optimizer updates float32 masters, and a float16 loss is scaled. Gradients are summed over
+    ranks in `reduce_dtype`, or as they are computed.
     """
     stages = cut_layers(spec, layout.pipeline)
     meta = torch.device("meta")
     layers = {
         index: build_layer(spec, index, groups.tensor, meta, dtype) for index in stages.layers(groups.pipeline.index)
     }
-    sharding = row(effective_stage(layout))
-    setting = Setting(groups.data, groups.tensor, sharding, Precision.of(dtype), groups.device)
+    setting = Setting.of(layout, groups, Precision.of(dtype, reduce_dtype))
     by_unit = _by_unit(spec, layers, stages)
-    largest = max(padded_numel(parameters, groups.data.size, groups.tensor.size) for parameters in by_unit.values())
-    pool = GradientPool(groups.data, largest, dtype, groups.device)
+    largest = max(padded_numel(parameters, setting.shards.size, groups.tensor.size) for parameters in by_unit.values())
+    pool = GradientPool(setting.shards, largest, groups.device)
     units = {name: Unit(name, parameters, setting, pool) for name, parameters in by_unit.items()}
     for unit in units.values():
         _fill(unit, seed)
     stage = Stage(layers, units, stages, spec.hidden, dtype, checkpoint_store(layout.checkpoints, groups.tensor))
-    return Engine(layout, stage, groups, ShardedOptimizer(list(units.values()), optimizer), clip)
+    return Engine(layout, stage, groups, ShardedOptimizer(list(units.values()), optimizer, DECAY_GROUPS), clip)
 
 
 def checkpoint_store(place: Checkpoints, tensor: Group) -> Store:
@@ -88,8 +90,7 @@ def _by_unit(spec: GPTSpec, layers: Mapping[int, nn.Module], stages: Cut) -> Map
 
 def _fill(unit: Unit, seed: int) -> None:
     """Give every parameter its initial value, and leave the unit as it stands between steps."""
+    tensor = unit.setting.tensor
     for slot in unit.slots:
-        unit.load(
-            slot.name, cut(initial_value(slot.spec, slot.name, seed), slot.spec, unit.tensor.index, unit.tensor.size)
-        )
+        unit.load(slot.name, cut(initial_value(slot.spec, slot.name, seed), slot.spec, tensor.index, tensor.size))
     unit.rest()

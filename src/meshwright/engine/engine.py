@@ -6,7 +6,6 @@ every axis has size 1; there is no other path.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +14,13 @@ from torch import Tensor
 
 from meshwright.comm.connect import Groups
 from meshwright.comm.group import Group
+from meshwright.engine.fault import Fault
 from meshwright.engine.interpreter import Interpreter
 from meshwright.engine.stage import Flight, Stage
 from meshwright.engine.tracer import Tracer
+from meshwright.engine.update import Update
 from meshwright.layout.layout import Layout
-from meshwright.layout.zero import StateBytes, ZeroStage
+from meshwright.layout.zero import StateBytes
 from meshwright.model.batch import MicroBatch
 from meshwright.parallel.flat import Slot
 from meshwright.parallel.parameter import join
@@ -37,13 +38,18 @@ from meshwright.schedule.schedule import Schedule
 class StepResult:
     """What one step did, the same on every rank: loss per token, and the norm of the whole gradient before clipping.
 
-    `skipped` says that the gradient was not finite and the weights were left alone.
+    If there is a `fault`, the gradient was not finite and the weights were left alone.
     """
 
     loss: float
     gradient_norm: float
     tokens: int
-    skipped: bool
+    fault: Fault | None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights were left alone."""
+        return self.fault is not None
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,8 @@ class Engine:
         self.groups = groups
         self.optimizer = optimizer
         self.loss_scale = LossScale(stage.dtype)
-        self._clip = clip
+        self._update = Update(optimizer, self._places(), groups, self.loss_scale, clip)
         # Set by `step` for `_optimize`, which the program's STEP calls in the middle of it.
-        self._learning_rate = 0.0
         self._inspect: Callable[[], None] = _nothing
         self._tokens = 0
         self._result: StepResult | None = None
@@ -94,10 +99,18 @@ class Engine:
             if self.groups.pipeline.index in cut.tie_stages(tie)
         }
 
+    def _places(self) -> dict[int, Unit]:
+        """This stage's units by the layer that uses them last in the forward pass."""
+        ties = {tie.name: max(tie.layers) for tie in self.stage.cut.ties}
+        layers = {name: unit for name, unit in self.stage.units.items() if name not in ties}
+        # A tie counts as half a layer below the layer that uses it last: doubled, so that all places are whole numbers.
+        places = {2 * int(name): unit for name, unit in layers.items()}
+        places |= {2 * ties[name] - 1: unit for name, unit in self.stage.units.items() if name in ties}
+        return places
+
     def _lower(self, schedule: Schedule) -> Program:
         schedule.check()
-        layout = self.layout
-        return lower(schedule, self.groups.pipeline.index, self.stage.cut, effective_stage(layout), layout.recompute)
+        return lower(schedule, self.groups.pipeline.index, self.stage.cut, self.layout)
 
     # --- the step ------------------------------------------------------------------------------------------------
 
@@ -116,7 +129,8 @@ class Engine:
         Raises:
             ValueError: another number of micro-batches than the layout says, or no token to learn from on any rank.
         """
-        self._learning_rate, self._inspect = learning_rate, inspect or _nothing
+        self.optimizer.set_learning_rate(learning_rate)
+        self._inspect = inspect or _nothing
         self._run(self.program, batches, tracer)
         assert self._result is not None, "the program has a STEP"
         return self._result
@@ -152,17 +166,8 @@ class Engine:
         self._inspect()
         square = self.optimizer.square_norm(self._answers_for)
         square_sum, loss_sum = self._sum_over_world([square, self._loss_share(flight)])
-        norm = math.sqrt(square_sum) / self.loss_scale.value if square_sum >= 0 else math.nan
-        finite = math.isfinite(norm)
-        if finite:
-            self.optimizer.step(self._learning_rate, self._clip_factor(norm) / self.loss_scale.value)
-        self.loss_scale.update(finite)
-        self.optimizer.finish()
-        self._result = StepResult(loss_sum / self._tokens, norm, self._tokens, skipped=not finite)
-
-    def _clip_factor(self, norm: float) -> float:
-        # The small term is torch's (clip_grad_norm_), so that the weights are too.
-        return 1.0 if self._clip is None else min(1.0, self._clip / (norm + 1e-6))
+        outcome = self._update.finish(square_sum, 1 / self.loss_scale.value)
+        self._result = StepResult(loss_sum / self._tokens, outcome.norm, self._tokens, outcome.fault)
 
     def _answers_for(self, unit: Unit) -> bool:
         """Whether this stage counts the unit's elements: of the stages that hold a tied parameter, the first does."""
@@ -192,7 +197,7 @@ class Engine:
         holds it.
         """
         for unit in self.stage.units.values():
-            flat = unit.gathered(gradients)
+            flat = unit.collect(unit.gradient.owned if gradients else unit.owned_value)
             if not self._answers_for(unit):
                 continue
             for slot in unit.slots:
@@ -206,11 +211,6 @@ class Engine:
         parts = local.new_empty(size * local.numel())
         self.groups.tensor.all_gather(local.reshape(-1), parts, label="export")
         return parts.view(size, *local.shape).unbind(0)
-
-
-def effective_stage(layout: Layout) -> ZeroStage:
-    """The stage that changes anything: over one data rank nothing is divided, whatever the layout asks for."""
-    return layout.zero if layout.data > 1 else ZeroStage.NONE
 
 
 def _nothing() -> None:

@@ -32,6 +32,7 @@ from meshwright.schedule.program import (
     Release,
     Send,
     Step,
+    Sync,
     Tied,
 )
 
@@ -130,12 +131,15 @@ class Interpreter:
                 units[unit].release()
             case Reduce(unit):
                 self._reduce(units[unit])
+            case Sync(unit):
+                units[unit].finish_reduce()
+                units[unit].gradient.start_sync()
             case Tied(unit):
                 units[unit].finish_reduce()
-                self.ties[unit].all_reduce(units[unit].owned_gradient, label="tied gradients")
+                units[unit].gradient.finish_sync()
+                self.ties[unit].all_reduce(units[unit].gradient.owned, label="tied gradients")
             case Step():
-                while self._reducing:
-                    self._reducing.popleft().finish_reduce()
+                self._finish_gradients()
                 self.on_step(flight)
             case _:
                 assert_never(action)
@@ -147,10 +151,17 @@ class Interpreter:
 
     def _reduce(self, unit: Unit) -> None:
         """Start a reduction while backward goes on; at most two are under way, which bounds the buffers (C_B)."""
-        unit.start_reduce()
+        unit.gradient.start_reduce()
         self._reducing.append(unit)
         if len(self._reducing) > 2:
             self._reducing.popleft().finish_reduce()
+
+    def _finish_gradients(self) -> None:
+        """Wait for every reduction and every sum over replicas."""
+        while self._reducing:
+            self._reducing.popleft().finish_reduce()
+        for unit in self.stage.units.values():
+            unit.gradient.finish_sync()
 
     def _receive(self, op: Op, peer: int, flight: Flight) -> None:
         tensor = self.stage.empty_activation(flight.batches[op.micro_batch])

@@ -2,6 +2,7 @@
 
     dp2.tp2.pp4/zero1/1f1b/m8                     two copies of a pipeline of four stages, each on two tensor ranks
     dp2.tp2.pp4/zero1/1f1b/m8/recompute-full      the same, activations recomputed in the backward pass
+    dp8.tp1.pp1/zero3/shard4/offload/1f1b/m1      states divided over 4 ranks, two such copies; optimizer on the host
 
 The text is the run's name, a row's heading, a field of a checkpoint and a test's id, and
 `Layout.parse(str(layout)) == layout`.
@@ -50,8 +51,12 @@ class ScheduleName(StrEnum):
 class Layout:
     """Axis sizes, ZeRO stage, schedule, micro-batches per step and pipeline (m), recompute mode, checkpoints.
 
+    `shard`: over how many consecutive data ranks (those of one node) model states are divided, while the runs of them
+    are replicas of each other (HSDP; MiCS, Zhang et al., 2022); 0 stands for all data ranks. `prefetch`: how many
+    layers ahead stage 3 gathers. `offload`: optimizer states and step on the host (ZeRO-Offload, Ren et al., 2021).
+
     Plain ints and strings are accepted for the enums (`Layout(zero=2, schedule="gpipe")`). Raises ValueError for a size
-    below 1 or an unknown stage, schedule or mode.
+    below 1, a negative shard or prefetch, or an unknown stage, schedule or mode.
     """
 
     data: int = 1
@@ -62,11 +67,15 @@ class Layout:
     micro_batches: int = 1
     recompute: Recompute = Recompute.NONE
     checkpoints: Checkpoints = Checkpoints.WHOLE
+    shard: int = 0
+    prefetch: int = 1
+    offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a size; the nearest that works is {name}=1")
+        least = {"data": 1, "tensor": 1, "pipeline": 1, "micro_batches": 1, "shard": 0, "prefetch": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)} is not a size; the nearest that works is {name}={low}")
         if self.zero not in set(ZeroStage):
             raise ValueError(f"there is no ZeRO stage {self.zero}; take {one_of(map(int, ZeroStage))}")
         # The frozen value holds enums whatever it was built from, so that `match` and equality see one type.
@@ -85,9 +94,33 @@ class Layout:
         """Number of ranks: d * t * p."""
         return self.mesh.size
 
+    @property
+    def effective_zero(self) -> ZeroStage:
+        """The ZeRO stage that changes anything: over one rank nothing is divided, whatever the layout asks for."""
+        return self.zero if (self.shard or self.data) > 1 else ZeroStage.NONE
+
+    @property
+    def shards(self) -> int:
+        """Number of data ranks that divide model states among them: the divisor of the ZeRO table.
+
+        All data ranks where nothing is divided, so that stage 0 has no replicas.
+        """
+        return (self.shard or self.data) if self.effective_zero else self.data
+
+    @property
+    def replicas(self) -> int:
+        """Number of runs of `shards` data ranks, each of which holds all model states."""
+        return self.data // self.shards
+
     def __str__(self) -> str:
-        axes = f"dp{self.data}.tp{self.tensor}.pp{self.pipeline}"
-        parts = [axes, f"zero{int(self.zero)}", str(self.schedule), f"m{self.micro_batches}"]
+        parts = [f"dp{self.data}.tp{self.tensor}.pp{self.pipeline}", f"zero{int(self.zero)}"]
+        if self.shard:
+            parts.append(f"shard{self.shard}")
+        if self.prefetch != 1:
+            parts.append(f"prefetch{self.prefetch}")
+        if self.offload:
+            parts.append("offload")
+        parts += [str(self.schedule), f"m{self.micro_batches}"]
         if self.recompute is not Recompute.NONE:
             parts.append(f"recompute-{self.recompute}")
         if self.checkpoints is not Checkpoints.WHOLE:
@@ -100,7 +133,7 @@ class Layout:
 
         Raises ValueError for an unknown or repeated part, naming it and the nearest spelling that works.
         """
-        values: dict[str, int | str] = {}
+        values: dict[str, int | str] = {}  # bool is an int
         spelled: dict[str, str] = {}
         for part in re.split(r"[/.]", text.strip()):
             if not part:
@@ -114,13 +147,22 @@ class Layout:
         return replace(cls(), **values)  # type: ignore[arg-type]  # __post_init__ turns ints and strings into enums
 
 
-_NUMBERED = {"dp": "data", "tp": "tensor", "pp": "pipeline", "zero": "zero", "m": "micro_batches"}
-"""Prefix of a part that ends in a number -> the field it sets."""
+_NUMBERED: dict[str, tuple[str, int]] = {
+    "dp": ("data", 1),
+    "tp": ("tensor", 1),
+    "pp": ("pipeline", 1),
+    "zero": ("zero", 0),
+    "m": ("micro_batches", 1),
+    "shard": ("shard", 1),
+    "prefetch": ("prefetch", 0),
+}
+"""Prefix of a part that ends in a number -> the field it sets, and the least number."""
 
-_WORDS: dict[str, tuple[str, str]] = {
+_WORDS: dict[str, tuple[str, int | str]] = {
     **{str(name): ("schedule", str(name)) for name in ScheduleName},
     **{f"recompute-{mode}": ("recompute", str(mode)) for mode in Recompute},
     **{str(place): ("checkpoints", str(place)) for place in Checkpoints if place is not Checkpoints.WHOLE},
+    "offload": ("offload", True),
 }
 """A part that is a word -> the field it sets and its value."""
 
@@ -131,21 +173,25 @@ def _read(part: str, text: str) -> tuple[str, int | str]:
         return _WORDS[part]
     numbered = re.fullmatch(r"([a-z]+)([0-9]+)", part)
     if numbered and numbered[1] in _NUMBERED:
-        number = int(numbered[2])
-        stages = range(len(ZeroStage))
-        legal = number in stages if numbered[1] == "zero" else number >= 1
-        if legal:
-            return _NUMBERED[numbered[1]], number
-        nearest = f"{numbered[1]}{stages[-1] if numbered[1] == 'zero' else 1}"
+        field, _ = _NUMBERED[numbered[1]]
+        number = _nearest_number(numbered[1], int(numbered[2]))
+        if number == int(numbered[2]):
+            return field, number
+        nearest = f"{numbered[1]}{number}"
     else:
         trailing = re.search(r"[0-9]+$", part)
         number = int(trailing[0]) if trailing else 1
-        stage = min(number, ZeroStage.PARAMETERS)
-        numbers = [f"{prefix}{stage if prefix == 'zero' else max(number, 1)}" for prefix in _NUMBERED]
+        numbers = [f"{prefix}{_nearest_number(prefix, number)}" for prefix in _NUMBERED]
         nearest = nearest_word(part, [*numbers, *_WORDS])
     raise ValueError(
         f'layout "{text}": "{part}" is not a part of a layout; the nearest is "{nearest}" (example: {EXAMPLE})'
     )
+
+
+def _nearest_number(prefix: str, number: int) -> int:
+    """The number nearest to `number` that may stand behind a prefix."""
+    at_least = max(number, _NUMBERED[prefix][1])
+    return min(at_least, max(ZeroStage)) if prefix == "zero" else at_least
 
 
 def _member(kind: type[E], value: str) -> E:

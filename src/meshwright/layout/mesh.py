@@ -7,6 +7,11 @@ fastest link (Narayanan et al., 2021, section 3).
     dp2.tp2.pp2      pipeline 0   pipeline 1
     data 0             0   1        2   3        tensor 0 and 1 side by side
     data 1             4   5        6   7
+
+Model states may be divided over runs of neighbours on the data axis only (HSDP): each run then holds a copy of them.
+
+    dp4, shard 2     data 0   data 1 │ data 2   data 3        shard groups    (0 1) (2 3)    divide the states
+                        0        1   │    2        3          replica groups  (0 2) (1 3)    hold the same part of them
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import assert_never
+
+from meshwright.layout.nearest import nearest_divisors, one_of
 
 
 class Axis(StrEnum):
@@ -109,3 +116,27 @@ class Mesh:
         """Every group along `axis`; each rank is in exactly one. Ordered by their first rank."""
         firsts = (rank for rank in range(self.size) if self.coordinate(rank).along(axis) == 0)
         return tuple(self.group(axis, rank) for rank in firsts)
+
+    def shard_group(self, rank: int, shard: int) -> tuple[int, ...]:
+        """The run of `shard` consecutive ranks of the data axis that `rank` is in: they divide the model states.
+
+        Raises ValueError where `shard` does not divide the axis.
+        """
+        line, index = self._data_line(rank, shard)
+        first = index - index % shard
+        return line[first : first + shard]
+
+    def replica_group(self, rank: int, shard: int) -> tuple[int, ...]:
+        """The ranks with `rank`'s place in every run of `shard`: they hold the same part of the model states.
+
+        Raises ValueError where `shard` does not divide the axis.
+        """
+        line, index = self._data_line(rank, shard)
+        return line[index % shard :: shard]
+
+    def _data_line(self, rank: int, shard: int) -> tuple[tuple[int, ...], int]:
+        """The data group of a rank, and its index in it."""
+        if shard < 1 or self.data % shard:
+            choice = one_of(nearest_divisors(self.data, max(shard, 1)))
+            raise ValueError(f"runs of {shard} ranks do not divide {self.data} data ranks; try {choice}")
+        return self.group(Axis.DATA, rank), self.coordinate(rank).data

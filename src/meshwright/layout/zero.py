@@ -1,4 +1,4 @@
-"""The ZeRO table: which model states are divided by the data-parallel degree d.
+"""The ZeRO table: which model states are divided by the data-parallel degree d (or by the length of an HSDP run).
 
 Rajbhandari et al., 2020, section 5 and table 1. The optimizer reads it to shard and the planner to divide; nothing
 else knows what a stage means. It says nothing about activations (ZeRO-R), and not when states are gathered
@@ -13,7 +13,7 @@ else knows what a stage means. It says nothing about activations (ZeRO-R), and n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 
@@ -65,8 +65,32 @@ FULL_ADAM = StateBytes(parameters=4, gradients=4, optimizer=8)
 """32-bit weights and gradients; the optimizer holds momentum and variance only."""
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where the bytes of one rank's model states lie: on its device and in the memory of its host."""
+
+    device: StateBytes
+    host: StateBytes
+
+
+def places(states: StateBytes, offload: bool) -> Places:
+    """The states of one rank by where they lie: with offload the optimizer's, masters included, are on the host.
+
+        Adam, bytes per parameter              device      host
+        mixed precision, stage 0               2 + 2       12
+        mixed precision, stage 2 over d        2 + 2/d     12/d
+        float32, stage 0                       4 + 4       12       4 of them a copy of the weights, stepped there
+
+    Parameters and gradients stay where the model computes; the host needs gradients only in passing (ZeRO-Offload, Ren
+    et al., 2021, section 4, keeps them there too). A copy of the weights is for the caller to count among `states`.
+    """
+    if not offload:
+        return Places(device=states, host=StateBytes(0, 0, 0))
+    return Places(device=replace(states, optimizer=0), host=StateBytes(0, 0, states.optimizer))
+
+
 def model_state_bytes(parameters: int, shards: int, stage: ZeroStage, per_parameter: StateBytes) -> StateBytes:
-    """Bytes that one of `shards` data-parallel ranks holds of a model (or unit) of `parameters` elements.
+    """Bytes that one of `shards` ranks (`Layout.shards`) holds of a model (or unit) of `parameters` elements.
 
     A divided state is ceil(parameters / shards) elements: elements are not cut, and shards are padded to one length.
     Raises ValueError for fewer than one shard.

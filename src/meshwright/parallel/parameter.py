@@ -53,7 +53,12 @@ class Constant:
     value: float
 
 
-Init = Normal | Constant
+@dataclass(frozen=True)
+class Given:
+    """Initial values that come with a module that somebody else has made."""
+
+
+Init = Normal | Constant | Given
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,8 @@ def initial_value(spec: ParameterSpec, name: str, seed: int) -> Tensor:
             return torch.empty(spec.shape, dtype=torch.float32).normal_(0.0, std, generator=stream)
         case Constant(value):
             return torch.full(spec.shape, value, dtype=torch.float32)
+        case Given():
+            raise ValueError(f"the initial values of {name} come with its module and not from a seed")
         case _ as unknown:
             assert_never(unknown)
 
@@ -181,17 +188,25 @@ class Described(nn.Module):
 
 @dataclass(frozen=True)
 class DescribedParameter:
-    """Where a parameter lives: `owner.attribute` holds this rank's shard of the parameter with the global `name`."""
+    """Where a parameter lives: `owner.attribute` holds this rank's shard of the parameter with the global `name`.
+
+    `group` is the number of its optimizer group: of the layers here, 0 with weight decay and 1 without.
+    """
 
     name: str
-    owner: Described
+    owner: nn.Module
     attribute: str
     spec: ParameterSpec
+    group: int
 
     @property
     def parameter(self) -> nn.Parameter:
         """What stands there now; the engine may put another one in its place."""
         return self.owner.get_parameter(self.attribute)
+
+
+DECAY_GROUPS = ({"decay": True}, {"decay": False})
+"""What tells the two optimizer groups of described layers apart."""
 
 
 def described(module: nn.Module, prefix: str) -> Iterator[DescribedParameter]:
@@ -201,5 +216,4 @@ def described(module: nn.Module, prefix: str) -> Iterator[DescribedParameter]:
         held = [name for name, parameter in owner._parameters.items() if parameter is not None]
         assert held == list(specs), f"{path} holds {held} but describes {list(specs)}"
         for attribute, spec in specs.items():
-            assert isinstance(owner, Described)
-            yield DescribedParameter(f"{path}.{attribute}", owner, attribute, spec)
+            yield DescribedParameter(f"{path}.{attribute}", owner, attribute, spec, 0 if spec.decay else 1)

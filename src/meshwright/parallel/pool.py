@@ -6,6 +6,8 @@ under way at a time, a handful of buffers as large as the largest unit serve the
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
@@ -15,26 +17,22 @@ from meshwright.comm.group import Group
 class GradientPool:
     """Buffers of `numel` elements that the data ranks take and give back in the same order."""
 
-    def __init__(self, data: Group, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, data: Group, numel: int, device: torch.device) -> None:
         self._data = data
         self._numel = numel
-        self._dtype = dtype
         self._device = device
-        self._free: list[Tensor] = []
+        self._free: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         self.made = 0
+        self.held_bytes = 0
 
-    def take(self) -> Tensor:
+    def take(self, dtype: torch.dtype) -> Tensor:
         """A buffer with undefined content that nobody uses."""
-        if self._free:
-            return self._free.pop()
+        if self._free[dtype]:
+            return self._free[dtype].pop()
         self.made += 1
-        return self._data.buffer(self._numel, self._dtype, self._device)
+        self.held_bytes += self._numel * dtype.itemsize
+        return self._data.buffer(self._numel, dtype, self._device)
 
     def give(self, buffer: Tensor) -> None:
         """The buffer may be taken again: no communication reads or writes it any more."""
-        self._free.append(buffer)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all buffers ever made."""
-        return self.made * self._numel * self._dtype.itemsize
+        self._free[buffer.dtype].append(buffer)

@@ -17,15 +17,34 @@ from meshwright.layout.zero import StateBytes
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute` is the dtype of parameters, activations and gradients; `master` that of what the optimizer updates."""
+    """The dtypes of a unit.
+
+    Args:
+        compute: of parameters, activations and gradients.
+        master: of what the optimizer updates.
+        reduce: in which gradients are summed over the ranks, and over micro-batches where they do not persist whole.
+    """
 
     compute: torch.dtype
     master: torch.dtype
+    reduce: torch.dtype
 
     @classmethod
-    def of(cls, compute: torch.dtype) -> Self:
-        """The usual one: masters in float32 for 16-bit dtypes, and no separate ones otherwise."""
-        return cls(compute, torch.promote_types(compute, torch.float32))
+    def of(cls, compute: torch.dtype, reduce: torch.dtype | None = None) -> Self:
+        """The usual one: masters in float32 for 16-bit dtypes, and no separate ones otherwise; reduced as computed.
+
+        Raises:
+            ValueError: `reduce` cannot hold what `compute` can.
+        """
+        reduce = reduce or compute
+        if torch.promote_types(compute, reduce) != reduce:
+            raise ValueError(
+                f"gradients in {compute} cannot be reduced in {reduce}, which cannot hold them; "
+                f"take {compute} or {torch.promote_types(compute, torch.float32)}"
+            )
+        # Numbers that are not floating-point are frozen, and nobody updates them.
+        master = torch.promote_types(compute, torch.float32) if compute.is_floating_point else compute
+        return cls(compute, master, reduce)
 
     @property
     def mixed(self) -> bool:

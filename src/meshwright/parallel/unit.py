@@ -1,12 +1,14 @@
 """ZeRO units: the parameters that are gathered and released together, in one flat buffer cut evenly over the data axis.
 
 Glossary
-    unit    the parameters of one block (or one tied parameter), flat: decayed ones first, then the rest, then padding
+    unit    the parameters of one block (or one tied parameter), flat: one optimizer group after the other, then padding
     whole   all elements of the unit; exists on every rank while parameters are not sharded, else between gather and
     release shard   this rank's 1/d of the whole, elements [r c, (r+1) c) with c = padded size / d
     owned   the range this rank's optimizer updates: the shard if optimizer states are sharded, else the whole
+    master  what the optimizer updates of it: the owned values themselves, or a copy in float32 or on the host
+    run     owned elements that the optimizer treats alike
 
-      whole │ decayed matrices ............ │ biases, norms ... │pad│
+      whole │ group 0: matrices ........... │ 1: biases, norms  │pad│
       shard │   rank 0    │   rank 1    │   rank 2    │   rank 3    │     (d = 4)
 
 Which of parameters, gradients and optimizer states are sharded is read from the ZeRO table (`layout.zero`; ZeRO,
@@ -21,19 +23,21 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.group import Done, Group, Handle
-from meshwright.layout.zero import Sharding
-from meshwright.parallel.flat import Piece, Slot, lay_out
+from meshwright.comm.group import Done, Handle
+from meshwright.parallel.flat import Run, Slot, lay_out
+from meshwright.parallel.gradient import Gradient
 from meshwright.parallel.parameter import DescribedParameter
 from meshwright.parallel.pool import GradientPool
-from meshwright.parallel.precision import Precision
+from meshwright.parallel.setting import Setting
 from meshwright.parallel.whole import PrivateWhole, SharedWhole, Whole
+
+CHUNK = {"cpu": 2**20, "cuda": 2**24}
+"""Elements of the longest run: what is widened at once does not grow with the model (C_B; ZeRO, section 6.2)."""
 
 
 class State(Enum):
@@ -44,95 +48,82 @@ class State(Enum):
     WHOLE = "whole"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all units of one stage have in common: this rank's groups, the row of the ZeRO table, dtypes, the device."""
-
-    data: Group
-    tensor: Group
-    sharding: Sharding
-    precision: Precision
-    device: torch.device
-
-    @property
-    def shared(self) -> bool:
-        """Whether whole values exist once for all data ranks."""
-        return self.sharding.optimizer and self.data.shares_memory
-
-
 class Unit:
-    """One ZeRO unit on one rank. Whole gradients on their way lie in buffers of `pool`."""
+    """One ZeRO unit on one rank; a frozen one (not `trainable`) has no gradient, and no optimizer updates it.
+
+    All parameters are of the dtype that `setting` computes in. Whole gradients on their way lie in buffers of `pool`.
+    """
 
     def __init__(
-        self, name: str, parameters: Sequence[DescribedParameter], setting: Setting, pool: GradientPool
+        self,
+        name: str,
+        parameters: Sequence[DescribedParameter],
+        setting: Setting,
+        pool: GradientPool,
+        trainable: bool = True,
     ) -> None:
         self.name = name
-        self.data = setting.data
-        self.tensor = setting.tensor
-        self.sharding = setting.sharding
-        self.precision = setting.precision
+        self.setting = setting
+        self.shards = setting.shards
         self.slots = lay_out(parameters, setting.tensor.size)
         self.numel = self.slots[-1].stop if self.slots else 0
-        self.shard_numel = -(-self.numel // self.data.size)
-        self.padded = self.shard_numel * self.data.size
-        self.begin = self.data.index * self.shard_numel
-        self._make_values(setting)
-        self._make_gradient(setting)
-        self._pool = pool
-        self._buffer: Tensor | None = None
+        self.shard_numel = -(-self.numel // self.shards.size)
+        self.padded = self.shard_numel * self.shards.size
+        self.begin = self.shards.index * self.shard_numel
+        self.trainable = trainable
+        self._make_values()
+        self._gradient = Gradient(self.padded, setting, pool) if trainable else None
         self._gathering: Handle = Done()
-        self._reducing: Handle | None = None
+        self._pointed = False
         self._place_parameters()
 
     # --- construction -------------------------------------------------------------------------------------------
 
-    def _make_values(self, setting: Setting) -> None:
+    def _make_values(self) -> None:
         """The whole, this rank's shard of it, and the master, all zero; `load` fills them."""
-        sharding, precision, device = setting.sharding, setting.precision, setting.device
+        setting, precision = self.setting, self.setting.precision
+        divided = setting.sharding.parameters
         self._whole: Whole = (
-            SharedWhole(self.data, self.padded, precision.compute, device)
+            SharedWhole(self.shards, self.padded, precision.compute, setting.device)
             if setting.shared
-            else PrivateWhole(self.data, self.padded, precision.compute, device, releases=sharding.parameters)
+            else PrivateWhole(setting.gathers, self.padded, precision.compute, setting.device, releases=divided)
         )
         self._writable = self._whole.writable
         own = self._own(self._writable)
-        self._shard = own.clone() if sharding.parameters and not setting.shared else own.zero_()
+        self._shard = own.clone() if divided and not setting.shared else own.zero_()
         # Of a whole that is shared, a rank fills its own part only; a private one is filled whole.
         self.state = State.SHARDED if setting.shared else State.WHOLE
-        # What the optimizer updates: a copy in higher precision, or the owned values themselves.
         self.master = self.owned_value
-        if precision.mixed:
-            self.master = torch.zeros(self.owned_value.numel(), dtype=precision.master, device=device)
-
-    def _make_gradient(self, setting: Setting) -> None:
-        """What persists between backward passes: this rank's shard of the sum, or the whole gradient."""
-        dtype, device = setting.precision.compute, setting.device
-        self._open: Tensor | None = None
-        if setting.sharding.gradients:
-            self._gradient = torch.zeros(self.shard_numel, dtype=dtype, device=device)
-        else:
-            self._gradient = self._open = self.data.buffer(self.padded, dtype, device).zero_()
+        if self.trainable and setting.separate:
+            device = torch.device("cpu") if setting.offload else setting.device
+            pin = setting.offload and setting.device.type == "cuda"
+            numel = self.owned_value.numel()
+            self.master = torch.zeros(numel, dtype=precision.master, device=device, pin_memory=pin)
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole[self.begin : self.begin + self.shard_numel]
 
     def _place_parameters(self) -> None:
-        """Make every module read its parameter from the flat buffer (and, if they persist, its gradient too)."""
-        for slot in self.slots:
-            parameter = nn.Parameter(self._whole.values.data[slot.start : slot.stop].view(slot.shape))
-            for owner, attribute in slot.places:
-                owner.register_parameter(attribute, parameter)
-        if self._open is not None:
-            self._point_gradients(self._open)
+        """Make every module read its parameter from the flat buffer."""
+        self._parameters = tuple(
+            nn.Parameter(self._whole.values.data[slot.start : slot.stop].view(slot.shape), requires_grad=self.trainable)
+            for slot in self.slots
+        )
+        self.show()
 
-    def _parameters(self) -> Iterator[tuple[Slot, Tensor]]:
-        for slot in self.slots:
-            owner, attribute = slot.places[0]
-            yield slot, getattr(owner, attribute)
+    def show(self) -> None:
+        """Modules read the whole values."""
+        for slot, parameter in self.parameters():
+            slot.place(parameter)
 
-    def _point_gradients(self, whole: Tensor | None) -> None:
-        for slot, parameter in self._parameters():
-            parameter.grad = None if whole is None else whole[slot.start : slot.stop].view(slot.shape)
+    def hide(self) -> None:
+        """Modules find parameters without values, which torch refuses to compute with, until `show`."""
+        for slot, parameter in self.parameters():
+            slot.place(nn.Parameter(parameter.to("meta"), requires_grad=self.trainable))
+
+    def parameters(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+        """Every slot with the parameter that stands for it in the graph."""
+        return zip(self.slots, self._parameters, strict=True)
 
     def load(self, name: str, value: Tensor) -> None:
         """Set the parameter `name` from its local (tensor-parallel) value, on whatever part of it this rank holds."""
@@ -148,7 +139,7 @@ class Unit:
 
     def rest(self) -> None:
         """Bring a loaded unit to how it stands between steps; every rank of the data axis must call it."""
-        if self.sharding.parameters:
+        if self.setting.sharding.parameters:
             if self.state is State.WHOLE:
                 self.release()
         elif self.state is State.SHARDED:
@@ -187,12 +178,15 @@ class Unit:
         self.state = State.SHARDED
         self._whole.release()
 
+    def publish(self, part: slice) -> None:
+        """The optimizer has updated a part of the master: so are the owned values."""
+        if self.setting.separate:
+            self.owned_value[part].copy_(self.master[part], non_blocking=True)
+
     def stepped(self) -> None:
-        """The master has changed: so has the owned range; under stages 1 and 2 the rest of the whole is out of date."""
-        if self.precision.mixed:
-            self.owned_value.copy_(self.master)
+        """The owned values have changed; under stages 1 and 2 the rest of the whole is out of date."""
         self._whole.changed()
-        if self.sharding.optimizer and not self.sharding.parameters:
+        if self.setting.sharding.optimizer and not self.setting.sharding.parameters:
             self._expect(State.WHOLE, "step")
             self.state = State.SHARDED
 
@@ -203,107 +197,110 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
+    @property
+    def gradient(self) -> Gradient:
+        """The gradient of a unit that is not frozen."""
+        assert self._gradient is not None, f"unit {self.name} is frozen and has no gradient"
+        return self._gradient
+
     def open_gradient(self) -> None:
-        """Make room for the whole gradient of a backward pass that is about to begin, where it does not persist."""
+        """Make a backward pass that is about to begin add straight to the whole gradient."""
         self.finish_reduce()  # its buffer must not take the next micro-batch's gradient
-        if self._open is None:
-            self._buffer = self._pool.take()
-            self._open = self._buffer[: self.padded].zero_()
-            self._point_gradients(self._open)
-
-    def start_reduce(self) -> None:
-        """Begin to sum the gradient over the data axis: all of it in stage 0, else each rank's shard of it.
-
-        Stages 2 and 3 add the sum to the sharded gradient and give the whole one back when the reduction has ended.
-        """
-        assert self._open is not None, f"unit {self.name}: no backward pass has left a gradient to reduce"
-        if self.sharding.optimizer:
-            self._reducing = self.data.start_reduce_scatter(self._open, self._own(self._open), label="gradients")
-        else:
-            self._reducing = self.data.start_all_reduce(self._open, label="gradients")
+        if not self._pointed:
+            whole = self.gradient.open()
+            for slot, parameter in self.parameters():
+                parameter.grad = whole[slot.start : slot.stop].view(slot.shape)
+            self._pointed = True
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction under way, if any; afterwards `owned_gradient` is the sum."""
-        if self._reducing is None:
-            return
-        self._reducing.wait()
-        self._reducing = None
-        if self.sharding.gradients:
-            assert self._open is not None and self._buffer is not None
-            self._gradient.add_(self._own(self._open))
-            self._open = None
-            self._point_gradients(None)
-            self._pool.give(self._buffer)
+        """Wait for the reduction under way; parameters let go of a whole gradient that does not persist."""
+        self.gradient.finish_reduce()
+        if self._pointed and not self.gradient.is_open:
+            self._pointed = False
+            for _, parameter in self.parameters():
+                parameter.grad = None
 
-    def clear_gradient(self) -> None:
-        """Start the next step's sum at zero."""
-        self._gradient.zero_()
+    def absorb_gradient(self) -> None:
+        """Add to the whole gradient what backward passes have left at the parameters, and take it away from there."""
+        whole = self.gradient.open()
+        for slot, parameter in self.parameters():
+            if parameter.grad is not None:
+                whole[slot.start : slot.stop].view(slot.shape).add_(parameter.grad)
+                parameter.grad = None
 
     # --- what this rank's optimizer owns ---------------------------------------------------------------------------
 
     @property
-    def owned_gradient(self) -> Tensor:
-        """The summed gradient of the owned range, 1-D."""
-        if self.sharding.gradients or not self.sharding.optimizer:
-            return self._gradient
-        return self._own(self._gradient)
-
-    @property
     def owned_value(self) -> Tensor:
-        """The values of the owned range, 1-D, in the same order."""
-        return self._shard if self.sharding.optimizer else self._writable
+        """The values of the owned range, 1-D."""
+        return self._shard if self.setting.sharding.optimizer else self._writable
 
     @property
     def owned_begin(self) -> int:
         """Where the owned range begins in the whole."""
-        return self.begin if self.sharding.optimizer else 0
+        return self.begin if self.setting.sharding.optimizer else 0
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """The master as at most two runs: what weight decay applies to and what it does not; padding left out."""
-        border = max((slot.stop for slot in self.slots if slot.spec.decay), default=0)
-        runs = []
-        for low, high, decay in ((0, border, True), (border, self.numel, False)):
-            part = self._owned_part(low, high)
-            if part.stop > part.start:
-                runs.append(Piece(self.master[part], self.owned_gradient[part], decay))
-        return tuple(runs)
-
-    def unique_gradients(self) -> tuple[Tensor, ...]:
-        """Runs of the owned gradient that, over the data and tensor axes together, cover each unique element once.
-
-        A parameter replicated over the tensor axis is counted by that axis's rank 0, and a gradient that every data
-        rank owns by data rank 0. (Padding is zero, always.)
-        """
-        if not self.sharding.optimizer and self.data.index != 0:
-            return ()
-        runs = (
-            self._owned_part(slot.start, slot.stop)
-            for slot in self.slots
-            if self.tensor.index == 0 or not slot.replicated
-        )
-        return tuple(self.owned_gradient[part] for part in runs if part.stop > part.start)
-
-    def _owned_part(self, low: int, high: int) -> slice:
+    def owned_part(self, low: int, high: int) -> slice:
         """Elements [low, high) of the whole as a slice of the owned range (empty if they do not meet)."""
         begin, length = self.owned_begin, self.owned_value.numel()
         start = min(max(low - begin, 0), length)
         return slice(start, max(start, min(high - begin, length)))
 
+    def runs(self) -> tuple[Run, ...]:
+        """The owned range without padding, cut where the optimizer group changes, and into chunks."""
+        if not self.trainable:
+            return ()
+        found: list[Run] = []
+        for slot in self.slots:
+            part = self.owned_part(slot.start, slot.stop)
+            if part.start == part.stop:
+                continue
+            if found and found[-1].group == slot.group:
+                found[-1] = Run(found[-1].start, part.stop, slot.group)
+            else:
+                found.append(Run(part.start, part.stop, slot.group))
+        return tuple(piece for run in found for piece in run.cut_at(self._chunks(run.start, run.stop)))
+
+    def unique_gradients(self) -> Iterator[Tensor]:
+        """Chunks of the summed gradient that, over all ranks together, cover each unique element of the unit once.
+
+        Of what several ranks hold, each of the data axis counts its own 1/d, and a parameter replicated over the tensor
+        axis counts on that axis's rank 0. (Padding is zero, always.)
+        """
+        if self.setting.replicas.index != 0:
+            return
+        low, high = self.begin, self.begin + self.shard_numel
+        for slot in self.slots:
+            if self.setting.tensor.index == 0 or not slot.replicated:
+                part = self.owned_part(max(slot.start, low), min(slot.stop, high))
+                yield from torch.split(self.gradient.owned[part], CHUNK[self.setting.device.type])
+
+    def first_not_finite(self) -> Slot | None:
+        """The first parameter that has a gradient here that is not finite, if there is one."""
+        owned = self.gradient.owned
+        for slot in self.slots:
+            if not bool(owned[self.owned_part(slot.start, slot.stop)].isfinite().all()):
+                return slot
+        return None
+
+    def _chunks(self, start: int, stop: int) -> range:
+        return range(start, stop, CHUNK[self.setting.device.type])
+
     # --- export --------------------------------------------------------------------------------------------------
 
-    def gathered(self, gradient: bool = False) -> Tensor:
-        """A copy of the whole values (or summed gradients), 1-D with padding; all of the data axis must call it."""
-        owned = self.owned_gradient if gradient else self.owned_value
-        if not self.sharding.optimizer:
+    def collect(self, owned: Tensor) -> Tensor:
+        """A copy of all that the ranks have for their owned ranges, 1-D with padding; all ranks must call it."""
+        if not self.setting.sharding.optimizer:
             return owned.clone()
-        whole = torch.empty(self.padded, dtype=owned.dtype, device=owned.device)
-        self.data.all_gather(owned.contiguous(), whole, label="export")
+        owned = owned.to(self.setting.device)
+        whole = owned.new_empty(self.padded)
+        self.shards.all_gather(owned.contiguous(), whole, label="export")
         return whole
 
     @property
     def master_bytes(self) -> int:
         """Bytes of the separate master copy, which counts as an optimizer state; 0 without one."""
-        return self.master.untyped_storage().nbytes() if self.precision.mixed else 0
+        return self.master.untyped_storage().nbytes() if self.trainable and self.setting.separate else 0
 
     @property
     def state_bytes(self) -> tuple[int, int]:
@@ -314,4 +311,4 @@ class Unit:
         parameters = self._whole.held_bytes
         if self._shard.untyped_storage().data_ptr() != self._writable.untyped_storage().data_ptr():
             parameters += self._shard.untyped_storage().nbytes()
-        return parameters, self._gradient.numel() * self._gradient.element_size()
+        return parameters, self.gradient.held_bytes if self.trainable else 0

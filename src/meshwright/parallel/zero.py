@@ -1,73 +1,154 @@
-"""The sharded optimizer: a torch optimizer over what this rank owns of every unit (ZeRO, section 5).
+"""The sharded optimizer: torch optimizers over what this rank owns of every unit (ZeRO, section 5).
 
-Clipping by the global norm and the step itself happen on flat runs of memory, at most two per unit, so a fused
-optimizer does them in a few kernels. In mixed precision the gradient of one unit at a time is widened, so the buffer
-for it does not grow with the model (C_B). Nothing here knows the ZeRO stage: a unit says what it owns.
+Clipping by the global norm and the step itself happen on flat runs of memory, of bounded length, so a fused optimizer
+does each in a few kernels, and what is widened or carried to the host at once does not grow with the model (C_B). There
+is a torch optimizer per unit; their options (learning rate, weight decay ...) are those of one that owns nothing, which
+the user sees and a learning-rate scheduler changes. Nothing here knows the ZeRO stage: a unit says what it owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.parallel.flat import Piece
+from meshwright.parallel.elementwise import OptimizerFactory, require_elementwise
+from meshwright.parallel.flat import Run, Slot
 from meshwright.parallel.unit import Unit
 
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes a torch optimizer from parameter groups; each has "params" and "decay" (bool, whether weight decay applies)."""
+NONE_UNUSED: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A number that the optimizer remembers for every element of a parameter, or one for all of them (`whole`)."""
+
+    parameter: str
+    key: str
+    value: Tensor
 
 
 class UnitOptimizer:
-    """Steps the pieces of one unit."""
+    """Steps the runs of one unit, each a parameter of a torch optimizer."""
 
-    def __init__(self, unit: Unit, factory: OptimizerFactory) -> None:
+    def __init__(self, unit: Unit, factory: OptimizerFactory, options: torch.optim.Optimizer) -> None:
         self.unit = unit
-        self._pieces = unit.pieces()
+        self._options = options
+        self._runs = {run: unit.master[run.part] for run in unit.runs()}
+        self._groups = sorted({run.group for run in self._runs})
         # A rank whose shard is padding only owns nothing and has nothing to step.
-        groups = [{"params": [piece.value], "decay": piece.decay} for piece in self._pieces]
-        self._optimizer = factory(groups) if groups else None
+        self._optimizer = (
+            factory([{"params": self._members(group), **_plain(options.param_groups[group])} for group in self._groups])
+            if self._groups
+            else None
+        )
 
-    def step(self, learning_rate: float, factor: float) -> None:
-        """Update the master with the gradient times `factor`."""
+    def _members(self, group: int) -> list[Tensor]:
+        return [value for run, value in self._runs.items() if run.group == group]
+
+    def step(self, factor: float, unused: Collection[str] = NONE_UNUSED) -> None:
+        """Update the master with the gradient times `factor`, but for the parameters without a gradient.
+
+        As in torch, those are left alone: no decay, no momentum, no count of steps.
+        """
         if self._optimizer is None:
             return
-        for piece in self._pieces:
-            piece.value.grad = _scaled(piece, factor)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        for piece in self._pieces:
-            piece.value.grad = None
+        for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
+            own.update(_plain(self._options.param_groups[group]))
+        still = [slot for slot in self.unit.slots if slot.name in unused]
+        if still:
+            self._cut_out(still)
+        left_alone = [self.unit.owned_part(slot.start, slot.stop) for slot in still]
+        gradient = self.unit.gradient.owned
+        for run, value in self._runs.items():
+            if any(part.start <= run.start < part.stop for part in left_alone):
+                continue
+            value.grad = _scaled(gradient[run.part], value, factor)
+            self._optimizer.step()
+            value.grad = None
+            self.unit.publish(run.part)
+
+    def _cut_out(self, slots: Sequence[Slot]) -> None:
+        """Make these parameters runs of their own, for they have a history of their own from now on."""
+        assert self._optimizer is not None
+        parts = [self.unit.owned_part(slot.start, slot.stop) for slot in slots]
+        borders = {border for part in parts for border in (part.start, part.stop)}
+        pieces = {run: run.cut_at(borders) for run in self._runs}
+        if all(len(cut) == 1 for cut in pieces.values()):
+            return
+        state = self._optimizer.state
+        runs: dict[Run, Tensor] = {}
+        for run, value in self._runs.items():
+            remembered = state.pop(value, {})
+            for piece in pieces[run]:
+                runs[piece] = self.unit.master[piece.part]
+                if remembered:
+                    part = slice(piece.start - run.start, piece.stop - run.start)
+                    state[runs[piece]] = {key: _part(known, value, part) for key, known in remembered.items()}
+        self._runs = runs
+        for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
+            own["params"] = self._members(group)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states that have one number per parameter: the live optimizer's, and the separate master."""
-        if self._optimizer is None:
-            return self.unit.master_bytes
         return self.unit.master_bytes + sum(
             state.numel() * state.element_size()
-            for parameter, states in self._optimizer.state.items()
+            for _, value, states in self._states()
             for state in states.values()
-            if isinstance(state, Tensor) and state.shape == parameter.shape
+            if isinstance(state, Tensor) and state.shape == value.shape
         )
 
+    def _states(self) -> Iterator[tuple[Run, Tensor, Mapping[str, Any]]]:
+        if self._optimizer is not None:
+            for run, value in self._runs.items():
+                yield run, value, self._optimizer.state.get(value, {})
 
-def _scaled(piece: Piece, factor: float) -> Tensor:
-    """The piece's gradient in the dtype of its master, times `factor`; in place where the dtype is the same."""
-    if piece.value.dtype != piece.gradient.dtype:
-        return piece.gradient.to(piece.value.dtype).mul_(factor)
-    return piece.gradient if factor == 1 else piece.gradient.mul_(factor)
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _part(known: Any, whole: Tensor, part: slice) -> Any:
+    """A part of what was remembered for `whole`: of numbers per element its own, of one for all a copy."""
+    if not isinstance(known, Tensor):
+        return known
+    return known[part] if known.shape == whole.shape else known.clone()
+
+
+def _scaled(gradient: Tensor, value: Tensor, factor: float) -> Tensor:
+    """A run's gradient where its master is and in its dtype, times `factor`; in place if that is where it lies."""
+    if value.dtype == gradient.dtype and value.device == gradient.device:
+        return gradient if factor == 1 else gradient.mul_(factor)
+    moved = gradient.to(value.device, value.dtype)
+    return moved if factor == 1 else moved.mul_(factor)
 
 
 class ShardedOptimizer:
-    """Steps what this rank owns of all `units` with optimizers that `factory` makes, one for each."""
+    """Steps what this rank owns of all `units` with optimizers that `factory` makes.
 
-    def __init__(self, units: Sequence[Unit], factory: OptimizerFactory) -> None:
-        self._optimizers = [UnitOptimizer(unit, factory) for unit in units]
-        self.units = units
+    Args:
+        units: frozen ones are left alone.
+        factory: called with parameter groups, which it may change; it must make the same optimizer whenever it is.
+        groups: the options by which the optimizer's groups differ; slots of units name them by their place here.
+
+    Raises:
+        ValueError: the optimizer does not work element by element.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]] = ({},)
+    ) -> None:
+        self.units = [unit for unit in units if unit.trainable]
+        assert self.units, "nothing is trained"
+        like = self.units[0].master
+        require_elementwise(factory, groups, like.dtype, like.device)
+        self.options = factory([{"params": [like.new_zeros(0)], **group} for group in groups])
+        self._optimizers = [UnitOptimizer(unit, factory, self.options) for unit in self.units]
 
     def square_norm(self, counted: Callable[[Unit], bool]) -> Tensor:
         """Sum of squares of the unique gradient elements this rank answers for, a float64 scalar.
@@ -75,22 +156,31 @@ class ShardedOptimizer:
         `counted` leaves out units that another stage answers for (replicas of a tied parameter). Summed over all
         ranks it is the square of the norm of the whole model's gradient, every element once.
         """
-        runs = [run for unit in self.units if counted(unit) for run in unit.unique_gradients()]
-        total = torch.zeros((), dtype=torch.float64, device=self.units[0].owned_gradient.device)
-        for run in runs:
-            wide = torch.promote_types(run.dtype, torch.float32)
-            total += torch.linalg.vector_norm(run, dtype=wide).double() ** 2
+        total = torch.zeros((), dtype=torch.float64, device=self.units[0].setting.device)
+        for unit in filter(counted, self.units):
+            for chunk in unit.unique_gradients():
+                wide = torch.promote_types(chunk.dtype, torch.float32)
+                total += torch.linalg.vector_norm(chunk, dtype=wide).double() ** 2
         return total
 
-    def step(self, learning_rate: float, factor: float) -> None:
-        """Update everything owned with its gradient times `factor` (clipping, and undoing the loss scale)."""
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """The same one in all groups."""
+        for group in self.options.param_groups:
+            group["lr"] = learning_rate
+
+    def step(self, factor: float, unused: Collection[str] = NONE_UNUSED) -> None:
+        """Update everything owned with its gradient times `factor` (clipping, and undoing the loss scale).
+
+        `unused` are the names of parameters that no rank has a gradient for.
+        """
         for optimizer in self._optimizers:
-            optimizer.step(learning_rate, factor)
+            optimizer.step(factor, unused)
+        self.options.step()  # owns nothing; a learning-rate scheduler wants to see it happen
 
     def finish(self) -> None:
         """End the step, taken or skipped: gradients start at zero again, and what was updated must be gathered."""
         for unit in self.units:
-            unit.clear_gradient()
+            unit.gradient.clear()
             unit.stepped()
 
     @property

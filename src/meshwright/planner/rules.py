@@ -8,11 +8,11 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from meshwright.costs.spec import GPTSpec
-from meshwright.costs.traffic import data_parallel
+from meshwright.costs.traffic import of_layout
 from meshwright.layout.layout import Checkpoints, Layout, Recompute
 from meshwright.layout.nearest import nearest_divisors, one_of
 from meshwright.layout.zero import ZeroStage, row
@@ -39,6 +39,7 @@ def problems(layout: Layout, spec: GPTSpec, batch: int, ranks: int | None = None
         *_tensor(layout, spec),
         *_pipeline(layout, spec),
         *_checkpoints(layout),
+        *_shard(layout),
         *_batch(batch),
         *_ranks(layout, ranks),
     )
@@ -46,7 +47,14 @@ def problems(layout: Layout, spec: GPTSpec, batch: int, ranks: int | None = None
 
 def warnings(layout: Layout, spec: GPTSpec, batch: int) -> tuple[Problem, ...]:
     """What is legal and costs something, with the cost."""
-    return (*_short_pipeline(layout), *_uneven(layout, batch), *_idle_zero(layout), *_gathers(layout))
+    return (
+        *_short_pipeline(layout),
+        *_uneven(layout, batch),
+        *_idle_zero(layout),
+        *_idle_parts(layout),
+        *_gathers(layout),
+        *_offload(layout),
+    )
 
 
 def _tensor(layout: Layout, spec: GPTSpec) -> Iterator[Problem]:
@@ -71,6 +79,12 @@ def _checkpoints(layout: Layout) -> Iterator[Problem]:
             f"{layout.checkpoints} says where the inputs for recomputation are kept, but nothing is recomputed",
             f"add recompute-full, or leave out {layout.checkpoints}",
         )
+
+
+def _shard(layout: Layout) -> Iterator[Problem]:
+    if layout.shard and layout.data % layout.shard:
+        choice = one_of(nearest_divisors(layout.data, layout.shard))
+        yield Problem(f"shard={layout.shard} does not divide dp={layout.data}", f"try shard={choice}")
 
 
 def _batch(batch: int) -> Iterator[Problem]:
@@ -124,15 +138,42 @@ def _idle_zero(layout: Layout) -> Iterator[Problem]:
         )
 
 
+def _idle_parts(layout: Layout) -> Iterator[Problem]:
+    """Parts of a layout that its ZeRO stage makes no use of."""
+    zero = int(layout.zero)
+    if layout.shard and not row(layout.zero).optimizer:
+        yield Problem(
+            f"shard={layout.shard} has nothing to divide: zero={zero} divides no states", "try zero=1 or more"
+        )
+    elif layout.shard == 1 and layout.data > 1:
+        yield Problem(
+            f"shard=1 undoes zero={zero}: over one rank nothing is divided", "try zero=0, or shard=2 and more"
+        )
+    if layout.prefetch > 1 and not row(layout.zero).parameters:
+        yield Problem(
+            f"prefetch={layout.prefetch} has nothing to gather ahead: zero={zero} holds the parameters whole",
+            "try zero=3, or leave it out",
+        )
+
+
 def _gathers(layout: Layout) -> Iterator[Problem]:
-    m, d = layout.micro_batches, layout.data
-    if not row(layout.zero).parameters or m == 1 or d == 1:
+    m = layout.micro_batches
+    if not row(layout.effective_zero).parameters or m == 1:
         return
-    here, two, one = (float(data_parallel(1, d, ZeroStage(stage), m)) for stage in (3, 2, 1))
+    here, two, one = (float(of_layout(1, replace(layout, zero=ZeroStage(stage))).total) for stage in (3, 2, 1))
     yield Problem(
         f"zero=3 gathers every parameter 2 x m = {2 * m} times a step: a rank sends {here:g} elements per parameter",
         f"zero=2 sends {two:g}, zero=1 {one:g}; fewer micro-batches cost less",
     )
+
+
+def _offload(layout: Layout) -> Iterator[Problem]:
+    if layout.offload and not row(layout.effective_zero).optimizer and layout.data > 1:
+        yield Problem(
+            f"offload without divided states: each of dp={layout.data} ranks moves every gradient to its host and every"
+            " parameter back, and holds all optimizer states there",
+            f"zero=1 or more moves and holds 1/{layout.data} of it",
+        )
 
 
 def _percent(part: Fraction) -> str:

@@ -26,6 +26,7 @@ from meshwright.schedule.program import (
     Release,
     Send,
     Step,
+    Sync,
     Tied,
 )
 
@@ -61,7 +62,7 @@ def _subjects(program: Program) -> Iterator[str]:
     for index, action in enumerate(program.actions):
         before = computed[index] or before
         match action:
-            case Forward() | Recompute() | Backward() | Send() | Release() | Reduce() | Tied() | Step():
+            case Forward() | Recompute() | Backward() | Send() | Release() | Reduce() | Sync() | Tied() | Step():
                 yield before
             case Receive() | Gather():
                 yield next((subject for subject in computed[index:] if subject), _STEP)
@@ -78,7 +79,7 @@ def _computed(action: Action) -> str | None:
             return str(Op(Kind.BACKWARD, op.micro_batch, op.stage))
         case Tied() | Step():
             return _STEP
-        case Receive() | Send() | Gather() | Release() | Reduce():
+        case Receive() | Send() | Gather() | Release() | Reduce() | Sync():
             return None
         case _:
             assert_never(action)

@@ -6,7 +6,7 @@ forward as the unit of time and a backward twice as long; nothing here is measur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import assert_never
 
@@ -39,7 +39,7 @@ def show(layout: Layout, rank: int = 0, layers_per_stage: int = 1, spec: GPTSpec
     schedule = build(layout.schedule, layout.pipeline, layout.micro_batches)
     timeline = simulate(schedule, _forwards)
     cut = _cut(layout, layers_per_stage, spec)
-    program = lower(schedule, here.pipeline, cut, layout.zero, layout.recompute)
+    program = lower(schedule, here.pipeline, cut, layout)
     place = f"dp {here.data}, pp {here.pipeline}, tp {here.tensor}"
     layers = cut.layers(here.pipeline)
     held = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
@@ -54,6 +54,7 @@ def show(layout: Layout, rank: int = 0, layers_per_stage: int = 1, spec: GPTSpec
             *time_picture(timeline, WIDTH),
             "",
             *_facts(layout, schedule, timeline),
+            *_states(layout, rank),
             "",
             f"program of rank {rank} ({place}; {held})",
             *program_picture(program, WIDTH),
@@ -81,26 +82,42 @@ def _cut(layout: Layout, layers_per_stage: int, spec: GPTSpec | None) -> Cut:
 
 
 def _facts(layout: Layout, schedule: Schedule, timeline: Timeline) -> Iterator[str]:
-    """The bubble, the activations held and the states divided, each beside what theory says."""
+    """The bubble and the activations held, each beside what theory says."""
     p, m = layout.pipeline, layout.micro_batches
     simulated = Fraction(timeline.bubble)
     yield (
         f"bubble      {simulated} = {float(simulated):.1%} simulated;"
         f" (p-1)/(m+p-1) = {bubble(p, m)} in theory, for p={p} and m={m}"
     )
-    shown = excerpt(p, 10)
-    first = " ".join(str(schedule.in_flight(stage)) for stage in shown.first)
-    last = " ".join(str(schedule.in_flight(stage)) for stage in shown.last)
-    numbers = f"{first} ... {last}" if shown.hidden else first
+    numbers = _numbers([schedule.in_flight(stage) for stage in range(p)])
     yield f"in flight   {numbers} micro-batches at most, by pipeline rank; {_theory(layout.schedule)} in theory"
-    sharding = row(layout.zero)
-    states = (
-        ("parameters", sharding.parameters),
-        ("gradients", sharding.gradients),
-        ("optimizer states", sharding.optimizer),
+
+
+def _states(layout: Layout, rank: int) -> Iterator[str]:
+    """How the model states are divided, over which ranks, and where they lie."""
+    sharding = row(layout.effective_zero)
+
+    def part(divided: bool) -> str:
+        return f"1/{layout.shards}" if divided else "whole"
+
+    host = " on its host" if layout.offload else ""
+    yield (
+        f"zero {int(layout.zero)}      parameters {part(sharding.parameters)}, gradients {part(sharding.gradients)},"
+        f" optimizer states {part(sharding.optimizer)}{host} on each data-parallel rank"
     )
-    held = ", ".join(f"{name} {f'1/{layout.data}' if divided else 'whole'}" for name, divided in states)
-    yield f"zero {int(layout.zero)}      {held} on each data-parallel rank"
+    if sharding.parameters:
+        yield f"gathered    at most {layout.prefetch + 1} at a time: the layer in use and {layout.prefetch} on the way"
+    if layout.replicas > 1:
+        run, peers = (groups(rank, layout.shards) for groups in (layout.mesh.shard_group, layout.mesh.replica_group))
+        yield f"shards      {layout.shards} ranks divide the states, those with rank {rank}: {_numbers(run)}"
+        yield f"replicas    {layout.replicas} ranks hold each part, that of rank {rank}: {_numbers(peers)}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """The numbers in a row, those in the middle of a long one left out."""
+    shown = excerpt(len(numbers), 10)
+    first, last = (" ".join(str(numbers[index]) for index in part) for part in (shown.first, shown.last))
+    return f"{first} ... {last}" if shown.hidden else first
 
 
 def _theory(name: ScheduleName) -> str:

@@ -4,12 +4,14 @@
     F3@1.4 F3@1.5 B3@1.5 B3@1.4              by_layer        ops become layers (forward up, backward down)
     ... R3@1.5 B3@1.5 R3@1.4 B3@1.4          recomputed      each layer once more before its backward
     ... R3@1.5 RECV B3@2 from 2 B3@1.5 ...   with_messages   between ranks; a recompute does not wait for the gradient
-    ... B3@1.5 REDUCE 5 ...                  reduced         gradients over the data axis
+    ... B3@1.5 REDUCE 5 ...                  reduced         gradients over the ranks that divide the states
+    ... B3@1.4 SYNC 5 REDUCE 4 ...           synced          HSDP: then over the replicas
     ... GATHER 5 R3@1.5 ... B3@1.5 RELEASE 5 gathered        ZeRO 3: whole while in use
+    ... GATHER 5 GATHER 4 R3@1.5 ...         prefetched      ... and on the way while the layers before it compute
     ... TIE tied STEP GATHER 4 ...           stepped         tied gradients, optimizer, ZeRO 1 and 2 gather
 
-`lower` composes them; each is pure and can be read alone. They write verbs and run none. GPipe, section 2.3
-(recompute); ZeRO, sections 5 and 7 (when states are divided and what that sends).
+`lower` composes them for a layout; each is pure and can be read alone. They write verbs and run none. GPipe, section
+2.3 (recompute); ZeRO, sections 5 and 7 (when states are divided and what that sends).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from meshwright.layout.layout import Layout
 from meshwright.layout.layout import Recompute as RecomputeMode
 from meshwright.layout.zero import ZeroStage, row
 from meshwright.schedule.cut import Cut
@@ -34,6 +37,7 @@ from meshwright.schedule.program import (
     Release,
     Send,
     Step,
+    Sync,
     Tied,
 )
 from meshwright.schedule.schedule import Schedule
@@ -43,19 +47,26 @@ Inserted: TypeAlias = Callable[[int, Action], Iterable[Action]]
 """What to put next to an action, given its index and itself."""
 
 
-def lower(schedule: Schedule, rank: int, cut: Cut, zero: ZeroStage, recompute: RecomputeMode) -> Program:
-    """The program of one pipeline rank. Raises ValueError where the cut and the schedule disagree on the stages."""
+def lower(schedule: Schedule, rank: int, cut: Cut, layout: Layout) -> Program:
+    """The program of pipeline rank `rank`, in which `layout` decides on ZeRO, replicas, prefetch and recompute.
+
+    The schedule need not be the layout's own: evaluation has another. Raises ValueError where the cut and the schedule
+    disagree on the stages.
+    """
     if cut.stages != schedule.stages:
         raise ValueError(
             f"the cut has {cut.stages} stages and the schedule {schedule.stages}; cut into {schedule.stages}"
         )
     actions = by_layer(schedule.ranks[rank], cut)
-    if recompute is RecomputeMode.FULL:
+    if layout.recompute is RecomputeMode.FULL:
         actions = recomputed(actions)
     actions = with_messages(actions, schedule, rank)
+    zero = layout.effective_zero
     actions = reduced(actions, cut, zero)
+    if layout.replicas > 1:
+        actions = synced(actions)
     if row(zero).parameters:
-        actions = gathered(actions, cut)
+        actions = prefetched(gathered(actions, cut), layout.prefetch)
     if schedule.trains:
         actions = stepped(actions, schedule, rank, cut, zero)
     return Program(rank, actions)
@@ -140,6 +151,24 @@ def reduced(actions: Actions, cut: Cut, zero: ZeroStage) -> Actions:
     return _weave(actions, after=after)
 
 
+def synced(actions: Actions) -> Actions:
+    """Sum each unit's gradient over the replicas, once per step: behind its last reduction, and one backward later.
+
+    That backward is the time the reduction has to end in, as what is summed is its result (HSDP).
+    """
+    last = {action.unit: index for index, action in enumerate(actions) if isinstance(action, Reduce)}
+    reducing: list[str] = []
+
+    def after(index: int, action: Action) -> Iterable[Action]:
+        if isinstance(action, Backward):
+            yield from map(Sync, reducing)
+            reducing.clear()
+        elif isinstance(action, Reduce) and last[action.unit] == index:
+            reducing.append(action.unit)
+
+    return (*_weave(actions, after=after), *map(Sync, reducing))
+
+
 def gathered(actions: Actions, cut: Cut) -> Actions:
     """Gather a layer's units right before it is computed and release them right after.
 
@@ -161,6 +190,35 @@ def gathered(actions: Actions, cut: Cut) -> Actions:
             yield from map(Release, cut.units(action.layer))
 
     return _weave(actions, before, after)
+
+
+def prefetched(actions: Actions, depth: int) -> Actions:
+    """Start each gather before the computation `depth` uses of a layer earlier, so that it is under way meanwhile.
+
+        depth 0   GATHER 0 F0@0.0 RELEASE 0 GATHER 1 F0@0.1 RELEASE 1 GATHER 2 F0@0.2 ...
+        depth 1   GATHER 0 GATHER 1 F0@0.0 RELEASE 0 GATHER 2 F0@0.1 RELEASE 1 ...
+
+    A use is a forward, or a backward with its recompute; at most depth + 1 layers are whole or on their way. No gather
+    moves before the release of the same unit.
+    """
+    others: list[Action] = []
+    gathers: dict[int, list[Gather]] = defaultdict(list)
+    """The gathers of each use, by the place among `others` of the use's first computation."""
+    for action in actions:
+        if isinstance(action, Gather):
+            gathers[len(others)].append(action)
+        else:
+            others.append(action)
+    places = list(gathers)
+    started: dict[int, list[Gather]] = defaultdict(list)
+    free: dict[str, int] = {}
+    """Unit -> the first use that its next gather may stand before: the one behind its release."""
+    for use, place in enumerate(places):
+        for gather in gathers[place]:
+            start = max(use - depth, free.get(gather.unit, 0))
+            started[places[start]].append(gather)
+            free[gather.unit] = use + 1
+    return _weave(others, before=lambda index, _: started[index])
 
 
 def stepped(actions: Actions, schedule: Schedule, rank: int, cut: Cut, zero: ZeroStage) -> Actions:

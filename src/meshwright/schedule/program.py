@@ -8,7 +8,8 @@
     SEND F0@1 to 2      the activations leave for the next stage
     R0@1.2              layer 2 once more, for its backward
     B0@1.2              backward
-    REDUCE 2            sum the gradient of unit 2 over the data axis
+    REDUCE 2            sum the gradient of unit 2 over the data axis, or over this rank's run of it (HSDP)
+    SYNC 2              sum what this rank owns of that gradient over the replicas of the run
     TIE tied            sum the gradient of a tied parameter over the stages that hold it
     STEP                optimizer
 
@@ -82,7 +83,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Gather:
-    """Make a unit's parameters whole from the shards of the data axis."""
+    """Make a unit's parameters whole from the shards."""
 
     unit: str
 
@@ -102,12 +103,22 @@ class Release:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Sum a unit's gradient over the data axis: whole under ZeRO 0, into the shards under 1, 2 and 3."""
+    """Sum a unit's gradient over the ranks that divide its states: whole under ZeRO 0, into the shards under 1 to 3."""
 
     unit: str
 
     def __str__(self) -> str:
         return f"REDUCE {self.unit}"
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Sum the gradient that this rank owns of a unit over its replicas (HSDP)."""
+
+    unit: str
+
+    def __str__(self) -> str:
+        return f"SYNC {self.unit}"
 
 
 @dataclass(frozen=True)
@@ -129,12 +140,13 @@ class Step:
 
 
 Compute: TypeAlias = Forward | Recompute | Backward
-Action: TypeAlias = Receive | Send | Forward | Recompute | Backward | Gather | Release | Reduce | Tied | Step
+Action: TypeAlias = Receive | Send | Forward | Recompute | Backward | Gather | Release | Reduce | Sync | Tied | Step
 
-_UNIT_VERBS: dict[str, type[Gather] | type[Release] | type[Reduce] | type[Tied]] = {
+_UNIT_VERBS: dict[str, type[Gather] | type[Release] | type[Reduce] | type[Sync] | type[Tied]] = {
     "GATHER": Gather,
     "RELEASE": Release,
     "REDUCE": Reduce,
+    "SYNC": Sync,
     "TIE": Tied,
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.zero import OptimizerFactory
+from meshwright.parallel.elementwise import OptimizerFactory
 from meshwright.train.config import OptimizerConfig
 
 
