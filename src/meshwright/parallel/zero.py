@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm.group import Reduction
 from meshwright.parallel.elementwise import OptimizerFactory, require_elementwise
 from meshwright.parallel.flat import Run, Slot
 from meshwright.parallel.unit import Unit
 
 NONE_UNUSED: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class StateEntry:
-    """A number that the optimizer remembers for every element of a parameter, or one for all of them (`whole`)."""
-
-    parameter: str
-    key: str
-    value: Tensor
 
 
 class UnitOptimizer:
@@ -107,6 +99,92 @@ class UnitOptimizer:
             for run, value in self._runs.items():
                 yield run, value, self._optimizer.state.get(value, {})
 
+    # --- what is remembered, by parameter --------------------------------------------------------------------------
+
+    def export(self, remembered: Remembered) -> Mapping[str, Mapping[str, Tensor]]:
+        """What is remembered of every parameter, by name and key; all ranks must call it, and receive all.
+
+        Of numbers per element in the parameter's shape, of one for all a scalar. A parameter that was never stepped has
+        nothing.
+        """
+        found: dict[str, dict[str, Tensor]] = {slot.name: {} for slot in self.unit.slots}
+        counts = {key: self._by_slot(key) for key in remembered.once}
+        for number, slot in enumerate(self.unit.slots):
+            found[slot.name] |= {key: count[number] for key, count in counts.items() if count[number].isfinite()}
+        for key, like in remembered.each.items():
+            owned = torch.zeros(self.unit.master.numel(), dtype=like.dtype, device=like.device)
+            for run, _, states in self._states():
+                if key in states:
+                    owned[run.part] = states[key]
+            whole = self.unit.collect(owned)
+            for slot in self.unit.slots:
+                if found[slot.name] or not counts:
+                    found[slot.name][key] = whole[slot.start : slot.stop].view(slot.shape)
+        return found
+
+    def _by_slot(self, key: str) -> Tensor:
+        """The number that is remembered once for each slot, float64; minus infinity where there is none."""
+        unit = self.unit
+        values = torch.full((len(unit.slots),), -torch.inf, dtype=torch.float64, device=unit.setting.device)
+        for run, _, states in self._states():
+            for number, slot in enumerate(unit.slots):
+                part = unit.owned_part(slot.start, slot.stop)
+                if key in states and max(part.start, run.start) < min(part.stop, run.stop):
+                    values[number] = float(states[key])
+        if unit.setting.sharding.optimizer:
+            unit.shards.all_reduce(values, label="export", reduction=Reduction.MAX)
+        return values
+
+    def restore(self, remembered: Remembered, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Remember this of every parameter, by name and key, as `export` gave it; of others nothing."""
+        if self._optimizer is None:
+            return
+        self._cut_out(self.unit.slots)
+        self._optimizer.state.clear()
+        for run, value in self._runs.items():
+            slot = next(slot for slot in self.unit.slots if self._holds(slot, run))
+            known = states.get(slot.name)
+            if not known:
+                continue
+            begin = run.start + self.unit.owned_begin - slot.start
+            self._optimizer.state[value] = {
+                key: known[key].reshape(-1)[begin : begin + value.numel()].to(like.device, like.dtype, copy=True)
+                for key, like in remembered.each.items()
+            } | {key: remembered.as_once(key, known[key]) for key in remembered.once}
+
+    def _holds(self, slot: Slot, run: Run) -> bool:
+        part = self.unit.owned_part(slot.start, slot.stop)
+        return bool(part.start <= run.start and run.stop <= part.stop)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What an optimizer remembers of a parameter, by key: a number for `each` element, and numbers `once` for all.
+
+    The values are examples that show dtype and device.
+    """
+
+    each: Mapping[str, Tensor]
+    once: Mapping[str, Any]
+
+    @classmethod
+    def by(cls, factory: OptimizerFactory, group: Mapping[str, Any], like: Tensor) -> Remembered:
+        """What one made by `factory` does, found out by stepping a small tensor like `like`."""
+        value = like.new_ones(3)
+        value.grad = like.new_ones(3)
+        optimizer = factory([{"params": [value], **group}])
+        optimizer.step()
+        states = {key: known for key, known in optimizer.state[value].items() if known is not None}
+        each = {key: k for key, k in states.items() if isinstance(k, Tensor) and k.shape == value.shape}
+        return cls(each, {key: known for key, known in states.items() if key not in each})
+
+    def as_once(self, key: str, value: Tensor) -> Any:
+        """A number in the form in which the optimizer keeps it."""
+        like = self.once[key]
+        if isinstance(like, Tensor):
+            return torch.full_like(like, float(value))
+        return type(like)(value.item())
+
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group."""
@@ -147,6 +225,7 @@ class ShardedOptimizer:
         assert self.units, "nothing is trained"
         like = self.units[0].master
         require_elementwise(factory, groups, like.dtype, like.device)
+        self._remembered = Remembered.by(factory, groups[0], like)
         self.options = factory([{"params": [like.new_zeros(0)], **group} for group in groups])
         self._optimizers = [UnitOptimizer(unit, factory, self.options) for unit in self.units]
 
@@ -182,6 +261,16 @@ class ShardedOptimizer:
         for unit in self.units:
             unit.gradient.clear()
             unit.stepped()
+
+    def export(self) -> Iterator[tuple[UnitOptimizer, Mapping[str, Mapping[str, Tensor]]]]:
+        """What is remembered, unit by unit; see `UnitOptimizer.export`."""
+        for optimizer in self._optimizers:
+            yield optimizer, optimizer.export(self._remembered)
+
+    def restore(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Remember what `export` gave, by the names of parameters."""
+        for optimizer in self._optimizers:
+            optimizer.restore(self._remembered, states)
 
     @property
     def state_bytes(self) -> int:
