@@ -45,6 +45,10 @@ SYSTEMS = {
         for stage in (1, 2, 3)
     },
     **{f"ours{stage}": System(f"meshwright ZeRO-{stage}", partial(ours.ours, stage=stage)) for stage in range(4)},
+    **{
+        f"any{stage}": System(f"meshwright ZeRO-{stage}, their module", partial(ours.any_module, stage=stage))
+        for stage in range(4)
+    },
 }
 
 LIMITS = ("limit", "limit-bf16")
@@ -81,17 +85,16 @@ class Match:
         return tuple(name for name in self.names if name in RIVALS[self.stage])
 
     @property
-    def ours(self) -> str | None:
-        """Ours, if it takes part."""
-        name = f"ours{self.stage}"
-        return name if name in self.names else None
+    def ours(self) -> tuple[str, ...]:
+        """Those of them that are ours."""
+        return tuple(name for name in self.names if name in (f"any{self.stage}", f"ours{self.stage}"))
 
 
 def matches(work: Work, chosen: tuple[str, ...]) -> tuple[Match, ...]:
     """A match for each stage among the `chosen` systems, where there is anyone besides the limit."""
     limits = LIMITS if work.bf16 else LIMITS[:1]
     candidates = (
-        (stage, tuple(name for name in (*limits, *rivals, f"ours{stage}") if name in chosen))
+        (stage, tuple(name for name in (*limits, *rivals, f"any{stage}", f"ours{stage}") if name in chosen))
         for stage, rivals in enumerate(RIVALS)
     )
     return tuple(Match(work, stage, names) for stage, names in candidates if set(names) - set(LIMITS))

@@ -70,7 +70,7 @@ def rows(result: Result) -> list[Row]:
         described = Row(match.work.size, match.work.dtype, match.stage, record.name, SYSTEMS[record.name].title)
         if record.name not in played:
             return replace(described, error=record.error)
-        ours = record.name == match.ours
+        ours = record.name in match.ours
         return replace(
             described,
             speed=match.work.tokens / played[record.name],
