@@ -102,6 +102,8 @@ def test_an_unknown_key_is_named_with_the_file_and_the_nearest_key(
         (["--optimizer.beta2", "1"], "optimizer.beta2=1.0 must be between 0 and 1"),
         (["--optimizer.learning_rate", "0"], "optimizer.learning_rate=0.0 must be above 0"),
         (["--batch", "0"], "^command line: batch=0 must be at least 1"),
+        (["--meter", "-1"], "^command line: meter=-1 is not a step; meter=0 is none"),
+        (["--trace=-3"], "^command line: trace=-3 is not a step"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(file: Path, words: list[str], message: str) -> None:

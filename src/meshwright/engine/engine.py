@@ -190,6 +190,11 @@ class Engine:
         parameters, gradients = zip(*(unit.state_bytes for unit in self.stage.units.values()), strict=True)
         return StateBytes(sum(parameters), sum(gradients), self.optimizer.state_bytes)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes on the device that steps use again and again: whole gradients on their way, and checkpoints."""
+        return self.stage.buffer_bytes
+
     def global_tensors(self, gradients: bool = False) -> Iterator[GlobalTensor]:
         """This stage's parameters (or complete gradients, inside `inspect`) under global names and in global shapes.
 

@@ -299,6 +299,11 @@ class Parallel:
         parameters, gradients = zip(*(unit.state_bytes for unit in self._installed.units), strict=True)
         return StateBytes(sum(parameters), sum(gradients), self._sharded.state_bytes)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes on the device that steps use again and again: whole gradients on their way."""
+        return self._installed.pool.held_bytes
+
 
 @dataclass(frozen=True)
 class _Sums:

@@ -70,6 +70,7 @@ class Stage:
         self.dtype = dtype
         self.store = store
         self._last = cut.bounds[-1] - 1
+        self._kept = sorted(layer for layer in layers if layer > 0)
 
     def empty_activation(self, batch: MicroBatch) -> Tensor:
         """Room for what arrives from another stage for this micro-batch: an activation, or its gradient."""
@@ -82,7 +83,9 @@ class Stage:
         if graph:
             activation = self._cut_off(activation)
             flight.inputs[micro_batch, layer] = activation
-        elif keep is Keep.INPUT:
+        elif keep is Keep.INPUT and layer > 0:  # tokens stay with their batch
+            if layer == self._kept[0]:
+                self.store.reserve(activation, len(self._kept))
             flight.kept[micro_batch, layer] = self.store.keep(activation)
         with torch.set_grad_enabled(graph):
             output: Tensor = self.layers[layer](activation, flight.batches[micro_batch])
@@ -95,10 +98,11 @@ class Stage:
 
     def recompute(self, flight: Flight, micro_batch: int, layer: int) -> None:
         """Run `layer` again from its kept input, now with a graph; dropout depends on position only and is the same."""
-        activation = self._cut_off(flight.kept.pop((micro_batch, layer)).restore())
+        batch = flight.batches[micro_batch]
+        activation = self._cut_off(batch.tokens if layer == 0 else flight.kept[micro_batch, layer].restore())
         flight.inputs[micro_batch, layer] = activation
         with torch.enable_grad():
-            flight.outputs[micro_batch, layer] = self.layers[layer](activation, flight.batches[micro_batch])
+            flight.outputs[micro_batch, layer] = self.layers[layer](activation, batch)
 
     def backward(self, flight: Flight, micro_batch: int, layer: int) -> None:
         """Add to the gradients of `layer`'s units, and carry the gradient of the activation down through it."""
@@ -111,6 +115,14 @@ class Stage:
         torch.autograd.backward([output], [seed])
         if activation.grad is not None:
             flight.gradient[micro_batch] = activation.grad
+        if (micro_batch, layer) in flight.kept:
+            flight.kept.pop((micro_batch, layer)).release()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes on the device that steps use again and again: whole gradients on their way, and checkpoints."""
+        pools = {unit.gradient.pool for unit in self.units.values() if unit.trainable}
+        return self.store.reserved + sum(pool.held_bytes for pool in pools)
 
     @staticmethod
     def _cut_off(activation: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class Gradient:
     def clear(self) -> None:
         """Start the next step's sum at zero."""
         self._sum.zero_()
+        self._trace = None
 
     # --- what is there -----------------------------------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class Config:
     evaluate_every: int = _key(50, "steps between two evaluations on held-out text")
     evaluation_samples: int = _key(64, "samples of one evaluation")
     trace: int = _key(0, "step whose actions on every rank are timed and written to trace.json; 0: none")
+    meter: int = _key(2, "step whose memory is measured on every rank, or the last if there are fewer; 0: none")
     timeout: float = _key(60.0, "seconds after which a rank gives up waiting for another")
     transport: Literal["auto", "shared", "gloo"] = _key(
         "auto", "between CPU ranks: shared memory of one host, or gloo; auto: the quickest that works"
@@ -124,6 +125,9 @@ class Config:
             raise ValueError(
                 f"micro_batch={self.micro_batch} must be at least 1; the nearest that works is micro_batch=1"
             )
+        for name in ("trace", "meter"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not a step; {name}=0 is none, {name}=1 the first")
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} seconds must be above 0; the default is timeout=60")
         if not 0 <= self.label_smoothing < 1:

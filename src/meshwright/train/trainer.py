@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +24,7 @@ from meshwright.comm.start import Start
 from meshwright.costs.sheet import parameters, training_flops
 from meshwright.engine.build import build
 from meshwright.engine.engine import Engine, StepResult
+from meshwright.engine.meter import Meter, at_rest
 from meshwright.engine.tracer import Tracer
 from meshwright.layout.layout import Layout
 from meshwright.parallel.precision import Precision
@@ -117,6 +118,7 @@ class Trainer:
             dtype=DTYPES[config.dtype],
             clip=config.optimizer.clip or None,
         )
+        self._meter = Meter(groups.device)
         self._skipped = 0
 
     def run(self) -> None:
@@ -147,12 +149,14 @@ class Trainer:
         tracer = Tracer(self.groups.rank, self.groups.device, enabled=step + 1 == config.trace)
         if tracer.enabled:
             self.groups.world.barrier()  # every rank's clock starts here
-        result = self.engine.step([batch.to(self.groups.device) for batch in batches], rate, tracer=tracer)
+        batches = [batch.to(self.groups.device) for batch in batches]
+        with self._meter if step + 1 == min(config.meter, config.steps) else nullcontext():
+            result = self.engine.step(batches, rate, tracer=tracer)
         if tracer.enabled:
             write_trace(self.groups, tracer.timeline(), self.run_folder)
         if result.skipped:
             self._skipped += 1
-            self._say(f"step {step + 1}: the gradient is not finite (norm {result.gradient_norm}); step skipped")
+            self._say(f"step {step + 1}: {result.fault}; step skipped")
         return result
 
     def _record(self, log: RunLog | None, done: int, result: StepResult, seconds: float) -> None:
@@ -179,13 +183,15 @@ class Trainer:
             log.write(EvaluationRecord(done, result.loss))
 
     def _finish(self) -> None:
-        config, layout = self.config, self.layout
+        config = self.config
         folder = save_weights(self.engine, self.run_folder)
-        measured = summary.all_ranks(self.groups.world, self.engine.state_bytes(), self.groups.device)
+        own = self._meter.footprint(self.engine) if config.meter else at_rest(self.engine)
+        measured = summary.all_ranks(self.groups.world, own, self.groups.device)
         if self.groups.rank == 0:
             precision = Precision.of(DTYPES[config.dtype])
-            theory = summary.formula(config.model, layout, self.engine.stage.cut, precision)
-            self._say(f"\nweights: {folder}\n\n{summary.table(layout, measured, theory)}")
+            work = summary.Work(config.model, self.layout, self.engine.stage.cut, precision, config.batch)
+            summary.write(measured, self.run_folder)
+            self._say(f"\nweights: {folder}\n\n{summary.table(work, measured, with_step=bool(config.meter))}")
             self._say(f"\na sample of what it learned:\n{sample(self.run_folder, SAMPLE_PROMPT)}")
 
     @contextmanager
