@@ -100,6 +100,9 @@ class Config:
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = _key(
         "float32", "of weights and activations; in 16 bits the optimizer keeps float32 masters"
     )
+    reduce_dtype: Literal["same", "float32", "float64"] = _key(
+        "same", "in which gradients are summed over ranks; same: as they are computed"
+    )
     folder: str = _key("runs/demo", "where to put log, configuration and weights")
     log_every: int = _key(10, "steps between two lines of the log")
     evaluate_every: int = _key(50, "steps between two evaluations on held-out text")
@@ -188,6 +191,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         return
     yield from map(str, problems(layout, config.model, config.batch))
     yield from _micro_batches(config, layout)
+    if config.dtype == "float64" and config.reduce_dtype == "float32":
+        yield "reduce_dtype=float32 cannot hold gradients in float64; try reduce_dtype=same"
     if config.model.vocabulary < BYTES:
         yield f"model.vocabulary={config.model.vocabulary} has no place for {BYTES} bytes; try model.vocabulary={BYTES}"
 

@@ -61,6 +61,8 @@ def unit_parameters(spec: GPTSpec, cut: Cut, stage: int, tensor_size: int) -> li
 def formula(spec: GPTSpec, layout: Layout, cut: Cut, precision: Precision) -> list[StateBytes]:
     """What the ZeRO table says for every rank, with Adam in the run's precision."""
     per_parameter = precision.adam_bytes
+    if row(layout.effective_zero).gradients:  # what persists of them is the sum
+        per_parameter = replace(per_parameter, gradients=precision.reduce.itemsize)
     if layout.offload and not precision.mixed:  # the host steps a copy of the weights
         per_parameter = replace(per_parameter, optimizer=per_parameter.optimizer + precision.master.itemsize)
     return [

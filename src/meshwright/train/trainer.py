@@ -109,13 +109,16 @@ class Trainer:
         self.run_folder = Path(config.folder)
         self._sampler = Sampler(corpus.train, config.model.sequence, config.seed)
         self._held_out = held_out_windows(corpus.held_out, config.model.sequence, config.evaluation_samples)
+        reduce = None if config.reduce_dtype == "same" else DTYPES[config.reduce_dtype]
+        self._precision = Precision.of(DTYPES[config.dtype], reduce)
         self.engine: Engine = build(
             config.model,
             layout,
             groups,
             adamw(config.optimizer),
             seed=config.seed,
-            dtype=DTYPES[config.dtype],
+            dtype=self._precision.compute,
+            reduce_dtype=self._precision.reduce,
             clip=config.optimizer.clip or None,
         )
         self._meter = Meter(groups.device)
@@ -188,8 +191,7 @@ class Trainer:
         own = self._meter.footprint(self.engine) if config.meter else at_rest(self.engine)
         measured = summary.all_ranks(self.groups.world, own, self.groups.device)
         if self.groups.rank == 0:
-            precision = Precision.of(DTYPES[config.dtype])
-            work = summary.Work(config.model, self.layout, self.engine.stage.cut, precision, config.batch)
+            work = summary.Work(config.model, self.layout, self.engine.stage.cut, self._precision, config.batch)
             summary.write(measured, self.run_folder)
             self._say(f"\nweights: {folder}\n\n{summary.table(work, measured, with_step=bool(config.meter))}")
             self._say(f"\na sample of what it learned:\n{sample(self.run_folder, SAMPLE_PROMPT)}")
