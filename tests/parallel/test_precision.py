@@ -76,18 +76,38 @@ def trained(groups: Groups, layout: Layout, dtype: torch.dtype) -> tuple[list[fl
     return losses, weights(engine)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def unclipped(groups: Groups, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    engine = build(SPEC, layout, groups, adam, dtype=dtype)
+    for number in range(3):
+        step(engine, number)
+    return weights(engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_stage_trains_bit_for_bit_like_stage_0_with_one_micro_batch(pool: RankPool, dtype: torch.dtype) -> None:
     layouts = [Layout(data=2, zero=zero) for zero in ZeroStage]
+    expected = pool.run(layouts[0].mesh, unclipped, layouts[0], dtype)[0]
+    for layout in layouts[1:]:
+        for name, value in pool.run(layout.mesh, unclipped, layout, dtype)[0].items():
+            assert torch.equal(value, expected[name]), (layout, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_stage_trains_like_stage_0_to_rounding_with_several_micro_batches_and_clipping(
+    pool: RankPool, dtype: torch.dtype
+) -> None:
+    # Stages 0 and 1 sum over micro-batches before they sum over ranks, 2 and 3 after; and the norm, which clips, is
+    # summed over shards in another order. In 16 bits a gradient is rounded to 8 or 11 bits in between, and where it is
+    # nearly zero Adam may then go the other way: so a parameter is compared as a whole.
+    rounding = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}[dtype]
+    layouts = [Layout(data=2, zero=zero, micro_batches=m) for zero in ZeroStage for m in (1, 4)]
     expected_losses, expected = pool.run(layouts[0].mesh, trained, layouts[0], dtype)[0]
     for layout in layouts[1:]:
         losses, found = pool.run(layout.mesh, trained, layout, dtype)[0]
-        # The norm is summed in another order over shards, so the clipping factor may differ in its last bit.
-        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        assert losses == pytest.approx(expected_losses, rel=rounding)
         for name, value in expected.items():
-            torch.testing.assert_close(
-                found[name].float(), value.float(), rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-6
-            )
+            distance = torch.linalg.vector_norm(found[name].double() - value.double())
+            assert distance <= rounding * torch.linalg.vector_norm(value.double()), (layout, name)
 
 
 def test_masters_add_up_updates_that_16_bits_would_lose() -> None:
@@ -128,7 +148,7 @@ def overflow(groups: Groups, layout: Layout) -> tuple[bool, bool, float, float, 
     return skipped, unchanged, scale, after, len(before)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(pool: RankPool, zero: int) -> None:
     layout = Layout(data=2, zero=zero)  # type: ignore[arg-type]
     for skipped, unchanged, before, after, _ in pool.run(layout.mesh, overflow, layout):
