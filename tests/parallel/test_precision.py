@@ -70,9 +70,13 @@ def test_the_precisions_say_what_adam_takes() -> None:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
+def momentum(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
 def trained(groups: Groups, layout: Layout, dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine = build(SPEC, layout, groups, adam, dtype=dtype, clip=0.5)
-    losses = [step(engine, number).loss for number in range(4)]
+    engine = build(SPEC, layout, groups, momentum, dtype=dtype, clip=0.5)
+    losses = [step(engine, number, rate=0.1).loss for number in range(4)]
     return losses, weights(engine)
 
 
@@ -97,8 +101,8 @@ def test_every_stage_trains_like_stage_0_to_rounding_with_several_micro_batches_
     pool: RankPool, dtype: torch.dtype
 ) -> None:
     # Stages 0 and 1 sum over micro-batches before they sum over ranks, 2 and 3 after; and the norm, which clips, is
-    # summed over shards in another order. In 16 bits a gradient is rounded to 8 or 11 bits in between, and where it is
-    # nearly zero Adam may then go the other way: so a parameter is compared as a whole.
+    # summed over shards in another order. In 16 bits a gradient is rounded to 8 or 11 bits in between. Not with Adam,
+    # which makes whole steps of rounding errors where the gradient is zero, as that of the keys' bias.
     rounding = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}[dtype]
     layouts = [Layout(data=2, zero=zero, micro_batches=m) for zero in ZeroStage for m in (1, 4)]
     expected_losses, expected = pool.run(layouts[0].mesh, trained, layouts[0], dtype)[0]
@@ -106,8 +110,7 @@ def test_every_stage_trains_like_stage_0_to_rounding_with_several_micro_batches_
         losses, found = pool.run(layout.mesh, trained, layout, dtype)[0]
         assert losses == pytest.approx(expected_losses, rel=rounding)
         for name, value in expected.items():
-            distance = torch.linalg.vector_norm(found[name].double() - value.double())
-            assert distance <= rounding * torch.linalg.vector_norm(value.double()), (layout, name)
+            torch.testing.assert_close(found[name].double(), value.double(), rtol=rounding, atol=rounding / 10)
 
 
 def test_masters_add_up_updates_that_16_bits_would_lose() -> None:
