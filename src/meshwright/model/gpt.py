@@ -27,7 +27,9 @@ from meshwright.comm.collectives import gather_last_dim
 from meshwright.comm.group import Group
 from meshwright.costs.spec import GPTSpec
 from meshwright.layout.nearest import nearest_divisors, one_of
+from meshwright.model.activation import gelu
 from meshwright.model.batch import IGNORED, MicroBatch
+from meshwright.parallel.attention import causal_attention
 from meshwright.parallel.noise import Dropout, Noise
 from meshwright.parallel.parameter import (
     Constant,
@@ -37,12 +39,8 @@ from meshwright.parallel.parameter import (
     ParameterSpec,
     described,
 )
-from meshwright.parallel.tensor import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabularyEmbedding,
-    vocabulary_cross_entropy,
-)
+from meshwright.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from meshwright.parallel.vocabulary import Vocabulary, VocabularyEmbedding, vocabulary_loss
 from meshwright.schedule.cut import Tie
 
 TIED = "embedding.token.weight"
@@ -122,21 +120,20 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, noise: Noise | None) -> Tensor:
         """(b, s, h) to (b, s, h)."""
         b, s, _ = x.shape
-        # Unbound along this dim, the three gradients are stacked into qkv's own order: one copy in backward, not two.
-        qkv = self.qkv(x).view(b, s, 3, len(self.heads), self.head_size).unbind(2)
-        q, k, v = (part.transpose(1, 2) for part in qkv)
+        qkv = self.qkv(x).view(b, s, 3, len(self.heads), self.head_size)
         if noise is None or self.dropout.probability == 0:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = causal_attention(qkv)
         else:
-            y = self._attend_with_dropout(q, k, v, noise)
-        return self.output(y.transpose(1, 2).reshape(b, s, len(self.heads) * self.head_size))  # type: ignore[no-any-return]
+            y = self._attend_with_dropout(qkv, noise)
+        return self.output(y.reshape(b, s, len(self.heads) * self.head_size))  # type: ignore[no-any-return]
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, noise: Noise) -> Tensor:
+    def _attend_with_dropout(self, qkv: Tensor, noise: Noise) -> Tensor:
         """The same, written out, so that the mask can depend on sample and head and not on torch's random state."""
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         s = q.shape[2]
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
         scores = (q * self.head_size**-0.5).matmul(k.transpose(-2, -1)).masked_fill_(future, -torch.inf)
-        return self.dropout(scores.softmax(-1), noise, self.heads).matmul(v)  # type: ignore[no-any-return]
+        return self.dropout(scores.softmax(-1), noise, self.heads).matmul(v).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -150,7 +147,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, s, h) to (b, s, h)."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -186,10 +183,8 @@ class Head(nn.Module):
 
         Whoever knows the token count of the whole batch divides by it, so micro-batches may differ in size.
         """
-        logits = self.projection(self.norm(x))
-        return vocabulary_cross_entropy(
-            logits, batch.targets, self.group, self.vocabulary, IGNORED, batch.label_smoothing
-        ).sum()
+        vocabulary = Vocabulary(self.group, self.vocabulary, IGNORED, batch.label_smoothing)
+        return vocabulary_loss(self.norm(x), self.projection.weight, batch.targets, vocabulary).sum()
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:

@@ -51,6 +51,24 @@ def weight_gradient(rows: Tensor, inputs: Tensor) -> Tensor:
     return linear(rows.t(), inputs.t()) if _to_onednn(rows.t(), inputs.t()) else rows.t().mm(inputs)
 
 
+def leave_weight_gradient(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
+    """Leave g^T x where the gradient of `weight` belongs: add it to `weight.grad`, or return it for autograd to add.
+
+    Where a gradient is there already, as in an engine whose gradients lie in one flat buffer, adding to it here saves
+    an array as large as the weight, and in 16 bits the sum is taken in float32 before it is rounded. Autograd is then
+    given None: it adds nothing itself, calls no hooks of the parameter, and `torch.autograd.grad` would find nothing.
+    Whoever wants either calls backward while `weight.grad` is None, as torch does everywhere by default.
+    """
+    total = weight.grad if weight.is_leaf else None
+    if total is None or total.dtype != weight.dtype:
+        return weight_gradient(rows, inputs)
+    if _to_onednn(rows.t(), inputs.t()):
+        total.add_(weight_gradient(rows, inputs))
+    else:
+        total.addmm_(rows.t(), inputs)
+    return None
+
+
 def _to_onednn(x: Tensor, weight: Tensor) -> bool:
     if x.dtype is not torch.float32 or x.device.type != "cpu" or not onednn_is_quicker():
         return False
