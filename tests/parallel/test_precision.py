@@ -160,6 +160,68 @@ def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(pool
         assert after == before / 2
 
 
+Spoiled = tuple[int, str]
+"""The rank whose gradient is spoiled, and the parameter."""
+
+
+def spoiled(groups: Groups, layout: Layout, dtype: torch.dtype, where: Spoiled, value: float) -> list[object]:
+    """What is said of a step whose first micro-batch has a gradient that is not finite on one rank."""
+    engine = build(SPEC, layout, groups, adam, dtype=dtype, clip=1.0)
+    step(engine, 0)
+    before, moments = weights(engine), [m.clone() for m in remembered(engine)]
+    units = [(unit, slot) for unit in engine.stage.units.values() for slot in unit.slots if slot.name == where[1]]
+    if groups.rank == where[0]:
+        ((unit, slot),) = units
+        start_reduce = unit.gradient.start_reduce
+
+        def spoil() -> None:
+            unit.gradient.open()[slot.start] = value
+            unit.gradient.start_reduce = start_reduce  # type: ignore[method-assign]
+            start_reduce()
+
+        unit.gradient.start_reduce = spoil  # type: ignore[method-assign]
+    result = step(engine, 1)
+    same = all(torch.equal(known, before[name]) for name, known in weights(engine).items())
+    same &= all(torch.equal(now, then) for now, then in zip(remembered(engine), moments, strict=True))
+    assert result.fault is not None
+    assert result.skipped
+    after = step(engine, 2)
+    assert math.isfinite(after.gradient_norm)
+    assert all(known.isfinite().all() for known in weights(engine).values())
+    return [result.fault.rank, result.fault.parameter, same, after.fault]
+
+
+def remembered(engine: Engine) -> list[torch.Tensor]:
+    """Moments and counts of steps of this rank."""
+    found = [one._optimizer for one in engine.optimizer._optimizers if one._optimizer is not None]
+    return [known for optimizer in found for states in optimizer.state.values() for known in states.values()]
+
+
+# The embedding is on the first stage, the last norm on the last; what is inside is cut over the tensor axis.
+FAULTS: list[tuple[str, Spoiled]] = [
+    ("dp2", (1, "blocks.0.mlp.up.weight")),
+    ("dp2/zero1/m2", (1, "blocks.1.attention.qkv.bias")),
+    ("dp2/zero2/m2", (1, "head.norm.weight")),
+    ("dp2/zero3/m2", (1, "blocks.0.mlp.up.weight")),
+    ("dp4/zero3/shard2", (3, "blocks.0.mlp.up.weight")),
+    ("dp2.pp2/zero3/m2", (2, "blocks.0.mlp.up.weight")),
+    ("dp2.pp2/zero1/m4", (3, "head.norm.weight")),
+    ("dp2.tp2/zero3", (1, "blocks.1.attention.qkv.weight")),
+    ("dp2.tp2/zero2", (2, "blocks.1.mlp.up.weight")),
+    ("tp2.pp2/m2", (3, "head.norm.weight")),
+]
+
+
+@pytest.mark.parametrize(("text", "where"), FAULTS)
+def test_a_gradient_that_is_not_finite_is_named_by_all_ranks_and_changes_nothing(
+    gloo_pool: RankPool, text: str, where: Spoiled
+) -> None:
+    layout = Layout.parse(text)
+    for dtype, value in ((torch.float32, math.nan), (torch.float16, math.inf)):
+        for found in gloo_pool.run(layout.mesh, spoiled, layout, dtype, where, value):
+            assert found == [*where, True, None]
+
+
 def test_the_scale_grows_after_patience_and_never_falls_below_one() -> None:
     scale = LossScale(torch.float16, initial=4.0, patience=3)
     for _ in range(3):

@@ -40,7 +40,7 @@ def find_fault(units: Mapping[int, Unit], world: Group, device: torch.device) ->
     world.all_reduce(places, label="fault", reduction=Reduction.MAX)
     last = int(places.max())
     # None: finite gradients whose sum is not. The parameter is then found by the sums alone.
-    rank = int((places == last).nonzero()[0]) if last >= 0 else world.index
+    rank = int((places == last).nonzero()[0]) if last >= 0 else 0
     suspects = [units[last]] if last in units else [] if last >= 0 else [units[place] for place in sorted(units)]
     slots = (unit.first_not_finite() for unit in reversed(suspects))
     name = next((slot.name for slot in slots if slot is not None), "")

@@ -7,7 +7,7 @@ parameters and 32-bit adapters in a 16-bit model need nothing special.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -42,6 +42,14 @@ class Dtypes:
             return Precision.of(compute)
         return Precision.of(compute, torch.promote_types(compute, self.reduce))
 
+    def require_use(self, trained: Collection[torch.dtype]) -> None:
+        """Raise ValueError if gradients of no trained dtype can be reduced as the user asked."""
+        computes = [self.precision(own).compute for own in trained]
+        if self.reduce is not None and all(
+            torch.promote_types(compute, self.reduce) != self.reduce for compute in computes
+        ):
+            Precision.of(computes[0], self.reduce)  # which says why
+
 
 class Installed:
     """The units of a module on one rank, in the order of their blocks; `module` reads its parameters from them."""
@@ -49,12 +57,16 @@ class Installed:
     def __init__(
         self, module: nn.Module, blocks: Sequence[Block], layout: Layout, groups: Groups, dtypes: Dtypes
     ) -> None:
+        dtypes.require_use([key.dtype for block in blocks for key in block.members if key.trainable])
         self.groups = groups
         self._module = module
         self._dtypes = dtypes
         self.setting = Setting.of(layout, groups, dtypes.precision(torch.float32), apart=True)
         sizes = (
-            padded_numel(members, self.setting.shards.size, 1) for block in blocks for members in block.members.values()
+            padded_numel(members, self.setting.shards.size, 1)
+            for block in blocks
+            for key, members in block.members.items()
+            if key.trainable
         )
         self.pool = GradientPool(self.setting.shards, max(sizes), groups.device)
         self._blocks = tuple(
@@ -98,6 +110,16 @@ class Installed:
                 if buffer is not None:
                     moved = buffer.to(dtype) if dtype is not None and buffer.is_floating_point() else buffer
                     owner._buffers[name] = self._of_first_rank(moved)
+
+    def require_frozen(self) -> None:
+        """Raise ValueError if a parameter wants a gradient for which no room was made."""
+        for unit in self.units:
+            for slot, parameter in () if unit.trainable else unit.parameters():
+                if parameter.requires_grad:
+                    raise ValueError(
+                        f"{slot.name} was frozen when the module was divided and cannot be trained now; let it require "
+                        "a gradient before `parallelize`, and freeze it afterwards"
+                    )
 
     def make_whole(self) -> None:
         """Gather all units anew, where they stay whole."""

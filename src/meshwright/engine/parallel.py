@@ -6,7 +6,7 @@ hand (`backward` any number of times, then `update`) everything can be done in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.engine.engine import Evaluation, StepResult
-from meshwright.engine.graph import agreed, reached
+from meshwright.engine.graph import digest, order_of_leaves
 from meshwright.engine.installed import Installed
+from meshwright.engine.states import ParameterState, known_states, load_states
 from meshwright.engine.update import Outcome, Update
 from meshwright.layout.layout import Layout
 from meshwright.layout.zero import StateBytes
@@ -34,19 +35,6 @@ class LossSum:
 
 LossFunction = Callable[[nn.Module, Any], Tensor | LossSum]
 """Runs the module on a batch; a scalar that is a mean counts the same for every micro-batch of every rank."""
-
-
-@dataclass(frozen=True)
-class ParameterState:
-    """Everything that is known of one parameter, in its own shape: what a checkpoint holds.
-
-    `value` is in the precision of the optimizer's master; `remembered` are the optimizer's states by its own keys,
-    numbers per element or scalars; a frozen parameter has none.
-    """
-
-    name: str
-    value: Tensor
-    remembered: Mapping[str, Tensor]
 
 
 class Parallel:
@@ -71,6 +59,7 @@ class Parallel:
         self._installed = installed
         self._sharded = optimizer
         self._loss = loss
+        self._by_hand = False
         half = any(unit.setting.precision.compute is torch.float16 for unit in optimizer.units)
         self.loss_scale = LossScale(torch.float16 if half else torch.float32)
         places = {number: unit for number, unit in enumerate(installed.units) if unit.trainable}
@@ -87,18 +76,20 @@ class Parallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are not converted."""
-        with self._abandoned_on_error():
-            return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, averaged over the data ranks, to what `update` will use.
 
-        Every rank must call it as often, each with a loss of its own.
+        Every rank must call it as often, each with a loss of its own. An error in it, as one in `step`, ends the step:
+        all gradients since the last update are forgotten.
         """
-        self._backward(loss * (self.loss_scale.value / self.groups.data.size), last=False)
+        self._by_hand = True
+        self._backward(_times(loss, self.loss_scale.value / self.groups.data.size), last=False)
 
     def update(self) -> Outcome:
         """Update the parameters with the gradients since the last update, unless those are not finite."""
+        self._by_hand = False
         if not self._installed.setting.sharding.gradients:
             self._installed.reducing.reduce_rest()
         return self._finish(self._summed(()), unscale=1 / self.loss_scale.value)
@@ -112,23 +103,30 @@ class Parallel:
 
         Raises:
             ValueError: there is no loss function, there are more than m batches, or no rank has anything to learn from.
+            RuntimeError: `backward` was called, and `update` was not.
         """
+        if self._by_hand:
+            raise RuntimeError("gradients of `backward` wait for `update`; call it before `step`")
+        with self._forgotten_on_error():
+            return self._step(batches)
+
+    def _step(self, batches: Sequence[Any]) -> StepResult:
         device = self.groups.device
         total, count, reference = torch.zeros((), dtype=torch.float64, device=device), 0, 1.0
         for number, batch in enumerate(self._padded(batches)):
-            loss = self._forward(batch, graph=True)
+            loss = self._forward(batch)
             if number == 0:
                 reference = self._reference(loss)
-            scaled = None if loss is None else loss.total * (self.loss_scale.value / reference)
+            scaled = None if loss is None else _times(loss.total, self.loss_scale.value / reference)
             self._backward(scaled, last=number == self.layout.micro_batches - 1)
             if loss is not None:
                 total, count = total + loss.total.detach(), count + loss.count
         sums = self._summed((total, torch.tensor(count, dtype=torch.float64, device=device)))
         total_sum, all_counted = sums.extra
         if all_counted == 0:
-            self._sharded.finish()
-            self._rest()
             raise ValueError("the batch has nothing to learn from: the count of every rank is 0")
+        if len(sums.unused) == len(self._names):
+            raise ValueError("the losses of all ranks depend on no parameter that is trained")
         outcome = self._finish(sums, unscale=reference / (all_counted * self.loss_scale.value))
         return StepResult(total_sum / all_counted, outcome.norm, int(all_counted), outcome.fault)
 
@@ -139,16 +137,17 @@ class Parallel:
         Raises:
             ValueError: as `step`.
         """
-        training = self.module.training
+        training = [module for module in self.module.modules() if module.training]
         self.module.eval()
         total, count = 0.0, 0
         try:
-            for batch in self._padded(batches):
-                loss = self._forward(batch, graph=False)
+            for loss in map(self._forward, self._padded(batches)):
                 if loss is not None:
                     total, count = total + float(loss.total), count + loss.count
+            self._finish_forwards()
         finally:
-            self.module.train(training)
+            for module in training:
+                module.training = True
         sums = torch.tensor([total, count], dtype=torch.float64, device=self.groups.device)
         self.groups.data.all_reduce(sums, label="evaluation")
         if sums[1] == 0:
@@ -162,42 +161,45 @@ class Parallel:
         yield from batches
         yield from [None] * (m - len(batches))
 
-    def _forward(self, batch: Any, graph: bool) -> LossSum | None:
-        """The loss of a micro-batch; None where there is none, though others may need this rank's shards."""
+    def _forward(self, batch: Any) -> LossSum | None:
+        """The loss of a micro-batch; None where there is none."""
         if self._loss is None:
             raise ValueError("parallelize was given no loss function; give it one, or use `backward` and `update`")
         if batch is None:
-            if self._installed.hooks is not None:
-                self._installed.hooks.join_forward(graph)
             return None
-        with self._abandoned_on_error():
-            loss = self._loss(self.module, batch)
+        loss = self._loss(self.module, batch)
         return LossSum(loss, 1) if isinstance(loss, Tensor) else loss
+
+    def _finish_forwards(self) -> None:
+        """Return when no rank calls the module any more: those that do may need this rank's shards."""
+        if self._installed.hooks is not None:
+            self._installed.hooks.finish_forwards()
 
     def _reference(self, loss: LossSum | None) -> float:
         """About the count of the whole step, equal on all ranks: losses are divided by it before they are known all.
 
         What is missing to the true count is made up for at the end; so 16-bit gradients neither vanish nor overflow.
         """
-        own = [0.0, 0.0] if loss is None else [1.0, float(loss.count)]
-        sums = torch.tensor(own, dtype=torch.float64, device=self.groups.device)
-        self.groups.data.all_reduce(sums, label="loss count")
-        return max(1.0, float(sums[1]) * self.layout.micro_batches)
+        self._finish_forwards()
+        count = torch.tensor([loss.count if loss else 0], dtype=torch.float64, device=self.groups.device)
+        self.groups.data.all_reduce(count, label="loss count")
+        return max(1.0, float(count) * self.layout.micro_batches)
 
     def _backward(self, loss: Tensor | None, last: bool) -> None:
         """A backward pass, in which a rank without a loss only takes part."""
         hooks, reducing = self._installed.hooks, self._installed.reducing
-        alike = True
-        if hooks is not None:
-            alike = agreed(reached(loss, reducing.names), self._installed.setting.gathers, self.groups.device)
-            hooks.begin_backward()
-        reducing.begin(last, alike)
-        if loss is not None:
-            with self._abandoned_on_error():
+        with self._forgotten_on_error():
+            self._installed.require_frozen()
+            alike = True
+            if hooks is not None:
+                order = order_of_leaves(loss, reducing.names)
+                alike = hooks.begin_backward(-1 - self.groups.rank if order is None else digest(order))
+            reducing.begin(last, alike)
+            if loss is not None and loss.requires_grad:
                 torch.autograd.backward([loss])
-        if hooks is not None:
-            hooks.end_backward()
-        reducing.end()
+            if hooks is not None:
+                hooks.end_backward()
+            reducing.end()
 
     # --- the end of a step -------------------------------------------------------------------------------------------
 
@@ -225,29 +227,29 @@ class Parallel:
     def _rest(self) -> None:
         """Bring everything to how it stands between steps."""
         self._installed.reducing.touched.clear()
+        torch.clear_autocast_cache()  # it has copies of what was updated
         if self._installed.hooks is None:
             self._installed.make_whole()
-        if self._norms and self.module.training and self.groups.data.size > 1:
-            self._average_statistics()
+        self._average_statistics()
 
     def _average_statistics(self) -> None:
-        """Give all ranks the mean of what their BatchNorm layers have seen."""
-        buffers = [
-            buffer for norm in self._norms for buffer in norm.buffers(recurse=False) if buffer.is_floating_point()
-        ]
-        if buffers:
-            flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
-            self.groups.data.all_reduce(flat, label="statistics")
-            parts = torch.split(flat / self.groups.data.size, [buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+        """Give all ranks the mean of what their BatchNorm layers have seen; of counts, rounded up."""
+        buffers = [buffer for norm in self._norms if norm.training for buffer in norm.buffers(recurse=False)]
+        if not buffers or self.groups.data.size == 1:
+            return
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
+        self.groups.data.all_reduce(flat, label="statistics")
+        parts = torch.split(flat / self.groups.data.size, [buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_((part if buffer.is_floating_point() else part.ceil()).view(buffer.shape))
 
     @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        """Leave no pass under way behind an error, so that the next call is not taken for its continuation."""
+    def _forgotten_on_error(self) -> Iterator[None]:
+        """Leave no pass under way behind an error, and no gradient of half a step."""
         try:
             yield
         except BaseException:
+            self._by_hand = False
             self._installed.reducing.abandon()
             if self._installed.hooks is not None:
                 self._installed.hooks.abandon()
@@ -259,35 +261,18 @@ class Parallel:
         """Within it all parameters of the module can be read; every rank must enter it."""
         return self._installed.whole()
 
-    @torch.no_grad()
     def states(self) -> Iterator[ParameterState]:
         """Everything that is known of every parameter, frozen ones included; every rank must exhaust it."""
-        remembered = {name: known for _, states in self._sharded.export() for name, known in states.items()}
-        for unit in self._installed.units:
-            whole = unit.collect(unit.master if unit.trainable else unit.owned_value)
-            for slot in unit.slots:
-                value = whole[slot.start : slot.stop].view(slot.shape)
-                yield ParameterState(slot.name, value, remembered.get(slot.name, {}))
+        return known_states(self._installed, self._sharded)
 
-    @torch.no_grad()
     def load_states(self, states: Mapping[str, ParameterState]) -> None:
         """Go on from what `states` gave, over any layout; every rank must call it, with the same.
 
         Raises:
-            ValueError: a parameter is missing, unknown, or has another shape. Nothing has been changed then.
+            ValueError: a parameter is missing, unknown, or has another shape, or another optimizer trained it. Nothing
+                has been changed then.
         """
-        slots = {slot.name: slot for unit in self._installed.units for slot in unit.slots}
-        _require_same_names(slots.keys(), states.keys())
-        for name, slot in slots.items():
-            if tuple(states[name].value.shape) != slot.shape:
-                raise ValueError(f"{name} has the shape {slot.shape}, not {tuple(states[name].value.shape)}")
-        for unit in self._installed.units:
-            for slot in unit.slots:
-                unit.load(slot.name, states[slot.name].value)
-        self._sharded.restore({name: state.remembered for name, state in states.items()})
-        self.groups.data.barrier()  # nobody reads what somebody is still writing
-        if self._installed.hooks is None:
-            self._installed.make_whole()
+        load_states(self._installed, self._sharded, states)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole module's parameters and buffers under its own names, on every rank, as it computes with them."""
@@ -314,9 +299,6 @@ class _Sums:
     unused: frozenset[str]
 
 
-def _require_same_names(own: Collection[str], given: Collection[str]) -> None:
-    missing, unknown = sorted(set(own) - set(given)), sorted(set(given) - set(own))
-    if missing or unknown:
-        parts = [f"{len(missing)} are missing ({missing[0]} ...)"] if missing else []
-        parts += [f"{len(unknown)} are unknown ({unknown[0]} ...)"] if unknown else []
-        raise ValueError(f"these are not the parameters of this module: {', '.join(parts)}")
+def _times(loss: Tensor, factor: float) -> Tensor:
+    """Widened, for a factor may be more than 16 bits hold."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor

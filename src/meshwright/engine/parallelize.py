@@ -21,7 +21,7 @@ from meshwright.comm.connect import Groups, connect, solo
 from meshwright.comm.start import Start
 from meshwright.engine.installed import Dtypes, Installed
 from meshwright.engine.parallel import LossFunction, Parallel
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import Checkpoints, Layout, Recompute
 from meshwright.parallel.blocks import Units, divide
 from meshwright.parallel.elementwise import OptimizerFactory
 from meshwright.parallel.zero import ShardedOptimizer
@@ -56,7 +56,8 @@ def parallelize(
             parameters in none of them are frozen. None: one group of all.
         dtype: of parameters and buffers while training; None: as they are, also several. 16-bit parameters have float32
             masters.
-        reduce_dtype: in which gradients are summed over ranks; None: as they are computed.
+        reduce_dtype: in which gradients are summed over ranks; those that it cannot hold in the next wider dtype that
+            can. None: as they are computed.
         clip: largest norm of the whole gradient.
 
     Raises:
@@ -66,8 +67,14 @@ def parallelize(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     _require_data_only(layout)
     groups = groups or _groups(layout)
+    if groups.mesh != layout.mesh:
+        raise ValueError(f"{layout} needs {layout.ranks} ranks on its data axis, but the groups are of {groups.mesh}")
     options, group_of = _optimizer_groups(module, parameter_groups)
     blocks = divide(module, units, group_of)
+    if not any(key.trainable for block in blocks for key in block.members):
+        raise ValueError(
+            f"no parameter of {type(module).__name__} is trained: none requires a gradient and is in a parameter group"
+        )
     installed = Installed(module, blocks, layout, groups, Dtypes(dtype, reduce_dtype))
     return Parallel(module, layout, installed, ShardedOptimizer(installed.units, optimizer, options), loss, clip)
 
@@ -77,6 +84,11 @@ def _require_data_only(layout: Layout) -> None:
         raise ValueError(
             f"{layout}: parallelize divides any module over the data axis, but tp={layout.tensor} and "
             f"pp={layout.pipeline} need to know what is inside; try dp{layout.ranks}/zero{int(layout.zero)}"
+        )
+    if layout.recompute is not Recompute.NONE or layout.checkpoints is not Checkpoints.WHOLE:
+        raise ValueError(
+            f"{layout}: what is kept for the backward pass is up to the module itself; leave out "
+            f"recompute-{layout.recompute} and {layout.checkpoints}, and use torch.utils.checkpoint inside of it"
         )
     if layout.data % layout.shards:
         raise ValueError(f"{layout}: runs of {layout.shards} ranks do not divide dp={layout.data}")
@@ -108,6 +120,8 @@ def _optimizer_groups(
     number: dict[int, int] = {}
     own = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f'parameter group {index} is not a dict with "params", a list of parameters')
         members = group["params"]
         for parameter in [members] if isinstance(members, Tensor) else list(members):
             if id(parameter) not in own:

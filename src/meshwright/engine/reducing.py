@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.group import CommunicationError, Reduction
 from meshwright.parallel.flat import Slot
 from meshwright.parallel.unit import Unit
 
@@ -31,7 +33,8 @@ class Reducing:
         self._ready: list[int] = []
         self._next = 0
         self._under_way: deque[Unit] = deque()
-        self._active = self._reduces = self._learns = self._early = False
+        self._active = self._reduces = self._learns = self._early = self._repeats = False
+        self._seen: set[str] = set()
         self.touched: set[str] = set()
         """Names of the parameters that have got a gradient since this was last emptied."""
         for number, unit in enumerate(units):
@@ -47,6 +50,10 @@ class Reducing:
                     "`parallelize` returned instead of `loss.backward()`"
                 )
             self.touched.add(slot.name)
+            if slot.name in self._seen:
+                self._again(number, slot)
+                return
+            self._seen.add(slot.name)
             self._missing[number] -= 1
             if self._missing[number] == 0:
                 self._arrived(number)
@@ -62,14 +69,25 @@ class Reducing:
         """A backward pass begins; `last` of the step or not.
 
         Where the whole gradient persists it is reduced with the last pass only, elsewhere with each. If the ranks will
-        not reach the same parameters (they are not `alike`), reductions wait for the end of the pass: a rank that
-        waited for one in the middle could keep another from the gather without which that cannot go on.
+        not come to the same parameters in the same order (they are not `alike`), reductions wait for the end of the
+        pass: a rank that waited for one in the middle could keep another from the gather without which that cannot go
+        on.
         """
-        self._early = alike and self._order is not None
+        self._early = alike and self._order is not None and not self._repeats
         self._missing = list(self._expected)
+        self._seen.clear()
         self._ready, self._next = [], 0
         self._reduces = last or (bool(self._units) and self._units[0].setting.sharding.gradients)
         self._active = self._learns = True
+
+    def _again(self, number: int, slot: Slot) -> None:
+        """A parameter has got a further gradient in one pass: passes within a pass do so (checkpoints that reenter)."""
+        self._repeats |= self._order is None
+        if self._early and self._order is not None and number in self._order[: self._next]:
+            raise RuntimeError(
+                f"{slot.name} got a second gradient in one backward pass after its first was summed over the ranks, "
+                "and in the first pass no parameter did; use checkpoints with use_reentrant=False"
+            )
 
     def _arrived(self, number: int) -> None:
         self._ready.append(number)
@@ -98,8 +116,7 @@ class Reducing:
         """The pass is over: everything that is to be reduced is, also what this rank has no gradient for."""
         self._active = False
         for number in range(len(self._units)):
-            if number not in self._ready:
-                self._absorb(number)
+            self._absorb(number)
         if not self._reduces:
             return
         order = self._order or tuple(reversed(range(len(self._units))))
@@ -117,13 +134,23 @@ class Reducing:
         self.end()
 
     def abandon(self) -> None:
-        """Forget a pass that an error has ended."""
+        """Forget all gradients since the last update: an error has ended a pass."""
         self._active = False
+        self._under_way.clear()
+        self.touched.clear()
+        for unit in self._units:
+            for _, parameter in unit.parameters():
+                parameter.grad = None
+            with suppress(CommunicationError):
+                unit.gradient.discard()
 
     def _learn(self) -> tuple[int, ...]:
-        """The order of the first rank, known to all."""
+        """The order of the first rank, known to all, and whether any rank saw gradients come twice."""
         rest = [number for number in reversed(range(len(self._units))) if number not in self._ready]
         setting = self._units[0].setting
         order = torch.tensor([*self._ready, *rest], device=setting.device)
         setting.shards.broadcast(order, 0, label="order")
+        repeats = torch.tensor(int(self._repeats), device=setting.device)
+        setting.shards.all_reduce(repeats, label="order", reduction=Reduction.MAX)
+        self._repeats = bool(repeats)
         return tuple(order.tolist())

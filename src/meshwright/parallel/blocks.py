@@ -20,10 +20,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from meshwright.parallel.absent import AbsentParameter
 from meshwright.parallel.parameter import DescribedParameter, Given, ParameterSpec
 
-Units = type[nn.Module] | tuple[type[nn.Module], ...] | int | Callable[[str, nn.Module], bool] | None
+ChoiceOfBlocks = Callable[[str, nn.Module], bool]
+Units = type[nn.Module] | tuple[type[nn.Module], ...] | int | ChoiceOfBlocks | None
 """How to divide a module into blocks: by class, by size, by a function of name and module; None: what is sensible."""
 
 _DIVISOR = 8
@@ -31,6 +34,15 @@ _DIVISOR = 8
 
 # These read the parameters of the modules inside them without calling those.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+
+
+def _is_indivisible(module: nn.Module) -> bool:
+    return isinstance(module, _INDIVISIBLE) or is_parametrized(module)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it computes something: containers such as ModuleList and ParameterList are only looked into."""
+    return type(module).forward is not nn.Module.forward
 
 
 @dataclass(frozen=True)
@@ -70,9 +82,10 @@ def divide(module: nn.Module, units: Units, group_of: Callable[[nn.Parameter], i
     Raises:
         ValueError: there is no parameter, or one that has no values yet or is complex.
     """
+    parameters = _parameters(module)
     roots = _roots(module, units)
     by_homes: dict[tuple[str, ...], list[_Found]] = {}
-    for found in _parameters(module):
+    for found in parameters:
         homes = sorted({_home(path, roots) for path, _, _ in found.places})
         by_homes.setdefault(tuple(homes), []).append(found)
     if not by_homes:
@@ -111,8 +124,15 @@ def _parameters(module: nn.Module) -> Iterable[_Found]:
             if parameter is None:
                 continue
             name = f"{path}.{attribute}" if path else attribute
+            if isinstance(parameter, AbsentParameter):
+                raise ValueError(f"the parameter {name} is divided already; divide a module once only")
             if parameter.is_meta or isinstance(parameter, nn.UninitializedParameter):
                 raise ValueError(f"the parameter {name} has no values yet; make the module on a real device first")
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"the parameter {name} has hooks, and another takes its place; register them on those that "
+                    "the module has afterwards, and divide a module once only"
+                )
             if parameter.is_complex() and parameter.requires_grad:
                 raise ValueError(f"the parameter {name} is complex; train its real view (torch.view_as_real) instead")
             found.setdefault(id(parameter), _Found(parameter)).places.append((path, owner, attribute))
@@ -134,15 +154,31 @@ def _roots(module: nn.Module, units: Units) -> Mapping[str, nn.Module]:
     if isinstance(units, int):
         if units < 1:
             raise ValueError(f"units={units} leaves no parameter for a block; take at least 1")
-        roots |= dict(_within("", module, units))
-        return roots
-    for name, inner in module.named_modules():
-        if name and (isinstance(inner, units) if isinstance(units, type | tuple) else units(name, inner)):
-            roots[name] = inner
-    if len(roots) == 1 and units is not None and isinstance(units, type | tuple):
+        return roots | dict(_within("", module, units))
+    chosen = _by_class(module, units) if isinstance(units, type | tuple) else units
+    return roots | {name: inner for name, inner in _divisible("", module) if chosen(name, inner)}
+
+
+def _by_class(module: nn.Module, classes: type[nn.Module] | tuple[type[nn.Module], ...]) -> ChoiceOfBlocks:
+    found = [inner for inner in module.modules() if isinstance(inner, classes)]
+    if not found:
         names = sorted({type(inner).__name__ for inner in module.modules()})
-        raise ValueError(f"units={units}: the module has none of them; it has {', '.join(names)}")
-    return roots
+        wanted = " or ".join(one.__name__ for one in (classes if isinstance(classes, tuple) else (classes,)))
+        raise ValueError(f"units: the module has no {wanted}; it has {', '.join(names)}")
+    if not any(_is_called(inner) for inner in found):
+        raise ValueError(f"units: {type(found[0]).__name__} is never called, it only holds modules; take what it holds")
+    return lambda name, inner: isinstance(inner, classes)
+
+
+def _divisible(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """All modules inside of `module` at which a block may begin."""
+    if _is_indivisible(module):
+        return
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if _is_called(child):
+            yield path, child
+        yield from _divisible(path, child)
 
 
 def _named_by(module: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -153,16 +189,20 @@ def _named_by(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
 def _within(name: str, module: nn.Module, bound: int) -> Iterable[tuple[str, nn.Module]]:
     """The outermost modules with at most `bound` parameters, and larger ones that have parameters of their own."""
+    if _is_indivisible(module):
+        return
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         size = _numel(child)
         if size == 0:
             continue
-        divisible = any(True for _ in child.children()) and not isinstance(child, _INDIVISIBLE)
+        inside = any(True for _ in child.children()) and not _is_indivisible(child)
         own = any(parameter is not None for parameter in child._parameters.values())
-        if size <= bound or not divisible or own:
+        # What is in a Sequential is often called one by one, as what is in a ModuleList.
+        called = _is_called(child) and type(child) is not nn.Sequential
+        if called and (size <= bound or not inside or own):
             yield path, child
-        if size > bound and divisible:
+        if size > bound or not called:
             yield from _within(path, child, bound)
 
 

@@ -67,7 +67,8 @@ class Gradient:
     def start_reduce(self) -> None:
         """Begin to sum the gradient over the shards: all of it in stage 0, else each rank's part of it."""
         assert self._open is not None, "no backward pass has left a gradient to reduce"
-        self._trace = trace(self._open)
+        # Over all reductions of a step: nothing finite can make up for what is not.
+        self._trace = trace(self._open) if self._trace is None else self._trace + trace(self._open)
         source = self._open
         if self._precision.reduce != self._precision.compute:
             source = self._take(self._precision.reduce).copy_(self._open)
@@ -112,6 +113,16 @@ class Gradient:
         self._sum.zero_()
         self._trace = None
 
+    def discard(self) -> None:
+        """Forget everything since the last `clear`, also what an error has left half done."""
+        self.finish_reduce()
+        if self._sharding.gradients:
+            self._open = None
+            while self._taken:
+                self.pool.give(self._taken.pop())
+        self.clear()
+        self._trace = None
+
     # --- what is there -----------------------------------------------------------------------------------------------
 
     @property
@@ -123,7 +134,7 @@ class Gradient:
 
     @property
     def finite_here(self) -> bool:
-        """Whether this rank's own contribution to the last reduction was finite."""
+        """Whether this rank's own contributions since `clear` were finite."""
         return self._trace is None or bool(self._trace.isfinite())
 
     @property

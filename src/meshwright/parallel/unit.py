@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.group import Done, Handle
+from meshwright.parallel.absent import AbsentParameter
 from meshwright.parallel.flat import Run, Slot, lay_out
 from meshwright.parallel.gradient import Gradient
 from meshwright.parallel.parameter import DescribedParameter
@@ -75,6 +76,7 @@ class Unit:
         self._gradient = Gradient(self.padded, setting, pool) if trainable else None
         self._gathering: Handle = Done()
         self._pointed = False
+        self._absent: tuple[AbsentParameter, ...] = ()
         self._place_parameters()
 
     # --- construction -------------------------------------------------------------------------------------------
@@ -113,13 +115,19 @@ class Unit:
 
     def show(self) -> None:
         """Modules read the whole values."""
+        # Whoever freezes a parameter meanwhile, or thaws it, does so to what stands for it.
+        for (_, parameter), absent in zip(self.parameters(), self._absent, strict=False):
+            parameter.requires_grad_(absent.requires_grad)
         for slot, parameter in self.parameters():
             slot.place(parameter)
 
     def hide(self) -> None:
-        """Modules find parameters without values, which torch refuses to compute with, until `show`."""
-        for slot, parameter in self.parameters():
-            slot.place(nn.Parameter(parameter.to("meta"), requires_grad=self.trainable))
+        """Modules find parameters without values, which refuse to be computed with, until `show`."""
+        if not self._absent:
+            self._absent = tuple(AbsentParameter.of(slot.name, parameter) for slot, parameter in self.parameters())
+        for (slot, parameter), absent in zip(self.parameters(), self._absent, strict=True):
+            absent.requires_grad_(parameter.requires_grad)
+            slot.place(absent)
 
     def parameters(self) -> Iterator[tuple[Slot, nn.Parameter]]:
         """Every slot with the parameter that stands for it in the graph."""
@@ -152,6 +160,11 @@ class Unit:
             if slot.name == name:
                 return slot
         raise KeyError(f"unit {self.name} holds no parameter {name}")
+
+    @property
+    def storage(self) -> int:
+        """The address of the memory that parameters are views of; 0 while it is given back."""
+        return self._whole.values.untyped_storage().data_ptr()
 
     # --- parameters: whole and sharded ---------------------------------------------------------------------------
 
@@ -274,6 +287,18 @@ class Unit:
             if self.setting.tensor.index == 0 or not slot.replicated:
                 part = self.owned_part(max(slot.start, low), min(slot.stop, high))
                 yield from torch.split(self.gradient.owned[part], CHUNK[self.setting.device.type])
+
+    def replicated_gradients(self) -> Iterator[Tensor]:
+        """Chunks of the summed gradient that this rank updates by itself, and that another of the tensor axis counts.
+
+        They should be equal there; but if one of them is not finite, this rank alone knows.
+        """
+        if self.setting.tensor.index > 0:
+            for slot in self.slots:
+                if slot.replicated:
+                    yield from torch.split(
+                        self.gradient.owned[self.owned_part(slot.start, slot.stop)], CHUNK[self.setting.device.type]
+                    )
 
     def first_not_finite(self) -> Slot | None:
         """The first parameter that has a gradient here that is not finite, if there is one."""

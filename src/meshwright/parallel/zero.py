@@ -9,7 +9,6 @@ the user sees and a learning-rate scheduler changes. Nothing here knows the ZeRO
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 from meshwright.comm.group import Reduction
 from meshwright.parallel.elementwise import OptimizerFactory, require_elementwise
 from meshwright.parallel.flat import Run, Slot
+from meshwright.parallel.gradient import trace
+from meshwright.parallel.remembered import Remembered
 from meshwright.parallel.unit import Unit
 
 NONE_UNUSED: frozenset[str] = frozenset()
@@ -31,11 +32,14 @@ class UnitOptimizer:
         self._options = options
         self._runs = {run: unit.master[run.part] for run in unit.runs()}
         self._groups = sorted({run.group for run in self._runs})
+        self._factory = factory
         # A rank whose shard is padding only owns nothing and has nothing to step.
-        self._optimizer = (
-            factory([{"params": self._members(group), **_plain(options.param_groups[group])} for group in self._groups])
-            if self._groups
-            else None
+        self._optimizer = self._made() if self._groups else None
+
+    def _made(self) -> torch.optim.Optimizer:
+        """A new optimizer of the runs, which remembers nothing."""
+        return self._factory(
+            [{"params": self._members(group), **_plain(self._options.param_groups[group])} for group in self._groups]
         )
 
     def _members(self, group: int) -> list[Tensor]:
@@ -107,40 +111,48 @@ class UnitOptimizer:
         Of numbers per element in the parameter's shape, of one for all a scalar. A parameter that was never stepped has
         nothing.
         """
+        keys = (*remembered.once, *remembered.each)
         found: dict[str, dict[str, Tensor]] = {slot.name: {} for slot in self.unit.slots}
-        counts = {key: self._by_slot(key) for key in remembered.once}
-        for number, slot in enumerate(self.unit.slots):
-            found[slot.name] |= {key: count[number] for key, count in counts.items() if count[number].isfinite()}
-        for key, like in remembered.each.items():
-            owned = torch.zeros(self.unit.master.numel(), dtype=like.dtype, device=like.device)
-            for run, _, states in self._states():
-                if key in states:
-                    owned[run.part] = states[key]
-            whole = self.unit.collect(owned)
-            for slot in self.unit.slots:
-                if found[slot.name] or not counts:
-                    found[slot.name][key] = whole[slot.start : slot.stop].view(slot.shape)
+        for key, numbers in zip(keys, self._known(keys), strict=True):
+            whole = self._collect(key, remembered.each[key]) if key in remembered.each else None
+            for slot, number in zip(self.unit.slots, numbers, strict=True):
+                if number.isfinite():
+                    found[slot.name][key] = number if whole is None else whole[slot.start : slot.stop].view(slot.shape)
         return found
 
-    def _by_slot(self, key: str) -> Tensor:
-        """The number that is remembered once for each slot, float64; minus infinity where there is none."""
+    def _known(self, keys: Sequence[str]) -> Tensor:
+        """For each key and slot what is remembered once, 0 for numbers per element, minus infinity where nothing is.
+
+        float64 (keys, slots).
+        """
         unit = self.unit
-        values = torch.full((len(unit.slots),), -torch.inf, dtype=torch.float64, device=unit.setting.device)
-        for run, _, states in self._states():
+        known = torch.full((len(keys), len(unit.slots)), -torch.inf, dtype=torch.float64, device=unit.setting.device)
+        for run, value, states in self._states():
             for number, slot in enumerate(unit.slots):
                 part = unit.owned_part(slot.start, slot.stop)
-                if key in states and max(part.start, run.start) < min(part.stop, run.stop):
-                    values[number] = float(states[key])
+                if max(part.start, run.start) < min(part.stop, run.stop):
+                    for row, key in enumerate(keys):
+                        if (state := states.get(key)) is not None:
+                            each = isinstance(state, Tensor) and state.shape == value.shape and state.ndim > 0
+                            known[row, number] = 0.0 if each else float(state)
         if unit.setting.sharding.optimizer:
-            unit.shards.all_reduce(values, label="export", reduction=Reduction.MAX)
-        return values
+            unit.shards.all_reduce(known, label="export", reduction=Reduction.MAX)
+        return known
+
+    def _collect(self, key: str, like: Tensor) -> Tensor:
+        """What the ranks remember per element under `key`; zero where they do not."""
+        owned = torch.zeros(self.unit.master.numel(), dtype=like.dtype, device=like.device)
+        for run, _, states in self._states():
+            if states.get(key) is not None:
+                owned[run.part] = states[key]
+        return self.unit.collect(owned)
 
     def restore(self, remembered: Remembered, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Remember this of every parameter, by name and key, as `export` gave it; of others nothing."""
         if self._optimizer is None:
             return
         self._cut_out(self.unit.slots)
-        self._optimizer.state.clear()
+        self._optimizer = self._made()
         for run, value in self._runs.items():
             slot = next(slot for slot in self.unit.slots if self._holds(slot, run))
             known = states.get(slot.name)
@@ -148,42 +160,14 @@ class UnitOptimizer:
                 continue
             begin = run.start + self.unit.owned_begin - slot.start
             self._optimizer.state[value] = {
-                key: known[key].reshape(-1)[begin : begin + value.numel()].to(like.device, like.dtype, copy=True)
-                for key, like in remembered.each.items()
-            } | {key: remembered.as_once(key, known[key]) for key in remembered.once}
+                key: value_of.reshape(-1)[begin : begin + value.numel()].to(like.device, like.dtype, copy=True)
+                for key, value_of in known.items()
+                if (like := remembered.each.get(key)) is not None
+            } | {key: remembered.as_once(key, known[key]) for key in known if key in remembered.once}
 
     def _holds(self, slot: Slot, run: Run) -> bool:
         part = self.unit.owned_part(slot.start, slot.stop)
         return bool(part.start <= run.start and run.stop <= part.stop)
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What an optimizer remembers of a parameter, by key: a number for `each` element, and numbers `once` for all.
-
-    The values are examples that show dtype and device.
-    """
-
-    each: Mapping[str, Tensor]
-    once: Mapping[str, Any]
-
-    @classmethod
-    def by(cls, factory: OptimizerFactory, group: Mapping[str, Any], like: Tensor) -> Remembered:
-        """What one made by `factory` does, found out by stepping a small tensor like `like`."""
-        value = like.new_ones(3)
-        value.grad = like.new_ones(3)
-        optimizer = factory([{"params": [value], **group}])
-        optimizer.step()
-        states = {key: known for key, known in optimizer.state[value].items() if known is not None}
-        each = {key: k for key, k in states.items() if isinstance(k, Tensor) and k.shape == value.shape}
-        return cls(each, {key: known for key, known in states.items() if key not in each})
-
-    def as_once(self, key: str, value: Tensor) -> Any:
-        """A number in the form in which the optimizer keeps it."""
-        like = self.once[key]
-        if isinstance(like, Tensor):
-            return torch.full_like(like, float(value))
-        return type(like)(value.item())
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +209,7 @@ class ShardedOptimizer:
         assert self.units, "nothing is trained"
         like = self.units[0].master
         require_elementwise(factory, groups, like.dtype, like.device)
-        self._remembered = Remembered.by(factory, groups[0], like)
+        self._remembered = Remembered.by(factory, groups, like)
         self.options = factory([{"params": [like.new_zeros(0)], **group} for group in groups])
         self._optimizers = [UnitOptimizer(unit, factory, self.options) for unit in self.units]
 
@@ -240,6 +224,8 @@ class ShardedOptimizer:
             for chunk in unit.unique_gradients():
                 wide = torch.promote_types(chunk.dtype, torch.float32)
                 total += torch.linalg.vector_norm(chunk, dtype=wide).double() ** 2
+            for chunk in unit.replicated_gradients():
+                total += 0 * trace(chunk)  # nothing, but that is not a number where the chunk is not finite
         return total
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -268,7 +254,12 @@ class ShardedOptimizer:
             yield optimizer, optimizer.export(self._remembered)
 
     def restore(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Remember what `export` gave, by the names of parameters."""
+        """Remember what `export` gave, by the names of parameters.
+
+        Raises:
+            ValueError: another optimizer gave it. Nothing has been changed then.
+        """
+        self._remembered.require(states)
         for optimizer in self._optimizers:
             optimizer.restore(self._remembered, states)
 
