@@ -7,7 +7,13 @@ import torch
 from torch.nn import functional
 
 from meshwright.parallel import product
-from meshwright.parallel.product import input_gradient, linear, onednn_is_quicker, weight_gradient
+from meshwright.parallel.product import (
+    input_gradient,
+    leave_weight_gradient,
+    linear,
+    onednn_is_quicker,
+    weight_gradient,
+)
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch"])
@@ -35,6 +41,19 @@ def test_products_equal_plain_torch(dtype: torch.dtype, shape: tuple[int, int]) 
         assert found.shape == expected.shape
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 30])
+def test_a_weights_gradient_is_added_in_whatever_blocks_of_rows(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(product, "BLOCK", 8)
+    generator = torch.Generator().manual_seed(1)
+    rows, inputs = torch.randn(length, 16, generator=generator), torch.randn(length, 24, generator=generator)
+    weight = torch.zeros(16, 24, requires_grad=True)
+    weight.grad = torch.randn(16, 24, generator=generator)
+    expected = weight.grad + rows.t().mm(inputs)
+    assert leave_weight_gradient(weight, rows, inputs) is None
+    torch.testing.assert_close(weight.grad, expected)
 
 
 def test_the_choice_is_made_once_and_by_the_processor_alone() -> None:

@@ -113,6 +113,83 @@ def test_a_column_parallel_layer_passes_gradcheck_and_skips_what_needs_no_gradie
     assert layer.bias.grad is not None
 
 
+# --- an activation before the row-parallel product -------------------------------------------------------------------
+
+
+class Square:
+    """An activation whose value and slope differ everywhere and from every linear one."""
+
+    def value(self, x: Tensor) -> Tensor:
+        return x * x
+
+    def differentiate(self, x: Tensor, gradient: Tensor) -> Tensor:
+        gradient.mul_(2 * x)
+        return x * x
+
+
+def activated(groups: Groups, samples: int, bias: bool) -> Linears:
+    tensor = groups.tensor
+    up = ColumnParallelLinear((6, 16), Normal(1.0), bias, tensor, CPU, DOUBLE)
+    down = RowParallelLinear((16, 6), Normal(1.0), bias, tensor, CPU, DOUBLE, Square())
+    fill(up, UP, tensor.index, tensor.size)
+    fill(down, DOWN, tensor.index, tensor.size)
+    x = drawn(samples, 3, 6, seed=5).requires_grad_()
+    y = down(up(x))
+    y.backward(drawn(samples, 3, 6, seed=6))
+    assert x.grad is not None
+    return Linears(y.detach(), x.grad, gradients(up), gradients(down))
+
+
+@pytest.mark.parametrize("samples", [2, 0])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_activation_in_the_layer_equals_one_before_it(pool: RankPool, size: int, bias: bool, samples: int) -> None:
+    x = drawn(samples, 3, 6, seed=5).requires_grad_()
+    weights = {name: value.clone().requires_grad_() for name, value in (("up", UP["weight"]), ("down", DOWN["weight"]))}
+    inner = nn.functional.linear(x, weights["up"], UP["bias"] if bias else None)
+    y = nn.functional.linear(inner.square(), weights["down"], DOWN["bias"] if bias else None)
+    y.backward(drawn(samples, 3, 6, seed=6))
+    ranks = pool.run(Mesh(tensor=size), activated, samples, bias)
+    for rank in ranks:
+        torch.testing.assert_close(rank.y, y.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rank.dx, x.grad, rtol=1e-12, atol=1e-12)
+    for name, dim in (("up", 0), ("down", 1)):
+        whole = torch.cat([getattr(rank, name)["weight"] for rank in ranks], dim)
+        torch.testing.assert_close(whole, weights[name].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_with_an_activation_its_argument_alone_is_kept_and_left_alone() -> None:
+    layer = RowParallelLinear((16, 6), Normal(1.0), True, SOLO, CPU, DOUBLE, Square())
+    fill(layer, DOWN, 0, 1)
+    x = drawn(2, 3, 16).requires_grad_()
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(x)
+        with torch.no_grad():
+            layer(x)
+    assert sorted(kept) == sorted([x.data_ptr(), layer.weight.data_ptr()])
+    before = x.detach().clone()
+    y.sum().backward()
+    assert torch.equal(x, before)
+
+
+def test_with_an_activation_what_needs_no_gradient_is_skipped() -> None:
+    layer = RowParallelLinear((16, 6), Normal(1.0), True, SOLO, CPU, DOUBLE, Square())
+    fill(layer, DOWN, 0, 1)
+    layer(drawn(2, 16)).sum().backward()
+    expected = drawn(2, 16).square().sum(0).expand(6, 16)
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=1e-12)
+    layer.weight.requires_grad_(False)
+    x = drawn(2, 16).requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() * DOWN["weight"].sum(0), rtol=1e-12, atol=1e-12)
+
+
 # --- where a weight's gradient goes ----------------------------------------------------------------------------------
 
 

@@ -20,19 +20,18 @@ from dataclasses import replace
 from math import sqrt
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comm.collectives import gather_last_dim
 from meshwright.comm.group import Group
 from meshwright.costs.spec import GPTSpec
 from meshwright.layout.nearest import nearest_divisors, one_of
-from meshwright.model.activation import gelu
+from meshwright.model.activation import Gelu
 from meshwright.model.batch import IGNORED, MicroBatch
 from meshwright.parallel.attention import causal_attention
 from meshwright.parallel.noise import Dropout, Noise
+from meshwright.parallel.normed import LayerNorm, normed_linear
 from meshwright.parallel.parameter import (
-    Constant,
     Described,
     DescribedParameter,
     Normal,
@@ -47,25 +46,6 @@ TIED = "embedding.token.weight"
 """Global name of the matrix that a tied model uses twice: to embed tokens and to predict them."""
 
 _NORMAL = Normal(0.02)
-
-
-class LayerNorm(Described):
-    """Layer normalisation over h, whole on every rank of the tensor group."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, hidden: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.declare("weight", ParameterSpec((hidden,), Constant(1.0), decay=False), 1, device, dtype)
-        if bias:
-            self.declare("bias", ParameterSpec((hidden,), Constant(0.0), decay=False), 1, device, dtype)
-        else:
-            self.register_parameter("bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(.., h) to (.., h)."""
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
 
 
 class PositionEmbedding(Described):
@@ -117,10 +97,10 @@ class Attention(nn.Module):
         self.output = RowParallelLinear((h, h), _residual(spec), spec.bias, tensor, device, dtype)
         self.dropout = Dropout(spec.dropout, f"blocks.{number}.attention")
 
-    def forward(self, x: Tensor, noise: Noise | None) -> Tensor:
-        """(b, s, h) to (b, s, h)."""
+    def forward(self, x: Tensor, norm: LayerNorm, noise: Noise | None) -> Tensor:
+        """(b, s, h) to (b, s, h), of what `norm` makes of `x`."""
         b, s, _ = x.shape
-        qkv = self.qkv(x).view(b, s, 3, len(self.heads), self.head_size)
+        qkv = normed_linear(x, norm, self.qkv).view(b, s, 3, len(self.heads), self.head_size)
         if noise is None or self.dropout.probability == 0:
             y = causal_attention(qkv)
         else:
@@ -143,11 +123,11 @@ class MLP(nn.Module):
         super().__init__()
         h = spec.hidden
         self.up = ColumnParallelLinear((h, 4 * h), _NORMAL, spec.bias, tensor, device, dtype)
-        self.down = RowParallelLinear((4 * h, h), _residual(spec), spec.bias, tensor, device, dtype)
+        self.down = RowParallelLinear((4 * h, h), _residual(spec), spec.bias, tensor, device, dtype, Gelu())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, s, h) to (b, s, h)."""
-        return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, norm: LayerNorm) -> Tensor:
+        """(b, s, h) to (b, s, h), of what `norm` makes of `x`."""
+        return self.down(normed_linear(x, norm, self.up))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -164,8 +144,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """(b, s, h) to (b, s, h)."""
-        x = x + self.attention_dropout(self.attention(self.norm1(x), batch.noise), batch.noise)
-        return x + self.mlp_dropout(self.mlp(self.norm2(x)), batch.noise)  # type: ignore[no-any-return]
+        x = x + self.attention_dropout(self.attention(x, self.norm1, batch.noise), batch.noise)
+        return x + self.mlp_dropout(self.mlp(x, self.norm2), batch.noise)  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

@@ -6,11 +6,15 @@ Megatron-LM (Shoeybi et al., 2019), section 3, figures 2 and 3; t is the size of
                   forward: nothing                       forward: sum of y
                   backward: sum of dx                    backward: nothing
 
-A layer is handed its group; a group of one rank moves nothing. Batches may be empty (b = 0). The vocabulary is cut in
-`vocabulary.py`; sequence parallelism and the gathering of outputs are not here.
+An activation function between the two can be given to the second, which then keeps for backward what goes into it and
+not what comes out, too. A layer is handed its group; a group of one rank moves nothing. Batches may be empty (b = 0).
+The vocabulary is cut in `vocabulary.py`, and normalisation before a column-parallel matrix is in `normed.py`; sequence
+parallelism and the gathering of outputs are not here.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,10 +109,21 @@ class _Linear(Function):
         return dx, dweight, dbias, None
 
 
-class RowParallelLinear(Described):
-    """Y = X A^T + b with A's columns (its input features) cut over the group: the ranks' products are summed.
+class Activation(Protocol):
+    """A function f of every number by itself, cheap enough to be computed again in backward."""
 
-    The bias is whole on every rank and added once, after the sum. Arguments as for `ColumnParallelLinear`.
+    def value(self, x: Tensor) -> Tensor:
+        """Return f(x)."""
+
+    def differentiate(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return f(x), and multiply `gradient`, of the same shape, by f'(x) in place."""
+
+
+class RowParallelLinear(Described):
+    """Y = f(X) A^T + b with A's columns (its input features) cut over the group: the ranks' products are summed.
+
+    The bias is whole on every rank and added once, after the sum. Arguments as for `ColumnParallelLinear`, and
+    `activation` is f (without it, the layer is linear).
     """
 
     weight: nn.Parameter
@@ -122,9 +137,11 @@ class RowParallelLinear(Described):
         group: Group,
         device: torch.device,
         dtype: torch.dtype,
+        activation: Activation | None = None,
     ) -> None:
         super().__init__()
         self.group = group
+        self.activation = activation
         given, made = features
         self.declare("weight", ParameterSpec((made, given), init, Split(1)), group.size, device, dtype)
         if bias:
@@ -135,25 +152,47 @@ class RowParallelLinear(Described):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part (.., i/t) of the input to the whole output (.., o), equal on all ranks."""
-        y: Tensor = _SummedLinear.apply(x, self.weight, self.bias, self.group)  # type: ignore[no-untyped-call]
+        y: Tensor = _SummedLinear.apply(x, self.weight, self.bias, self.group, self.activation)  # type: ignore[no-untyped-call]
         return y
 
 
+class _SummedContext(FunctionCtx):
+    """What a summed product remembers from forward to backward."""
+
+    activation: Activation | None
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _SummedLinear(Function):
-    """The sum of x W^T over `group` (g of Megatron-LM's figure 3) + b; backward needs nobody."""
+    """The sum of f(x) W^T over `group` (g of Megatron-LM's figure 3) + b; backward needs nobody."""
 
     @staticmethod
-    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    def forward(
+        ctx: _SummedContext,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        activation: Activation | None,
+    ) -> Tensor:
+        x = x.contiguous()
+        ctx.activation = activation
         ctx.save_for_backward(x, weight)
-        y = linear(x, weight)
+        y = linear(x if activation is None else activation.value(x), weight)
         group.all_reduce(y, label="tensor-forward")
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _LinearContext, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: _SummedContext, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         dx = input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        dweight = leave_weight_gradient(weight, rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        inputs = x
+        if ctx.activation is not None:
+            inputs = ctx.activation.value(x) if dx is None else ctx.activation.differentiate(x, dx)
+        dweight = leave_weight_gradient(weight, rows, inputs.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None

@@ -229,6 +229,7 @@ class _LocalSoftmax:
                 self.total[part] = logits.sub_(peak).sum(-1, keepdim=True)
             if self.softmax is not None:
                 self.softmax[part, : self.held] = softmax
+            del logits  # before the next block is made
 
 
 def _blocks(length: int) -> Iterator[slice]:
