@@ -32,6 +32,9 @@ from meshwright.parallel.product import input_gradient, leave_weight_gradient, l
 BLOCK = 128
 """Tokens whose logits exist in float32 at a time: enough for a product of matrices at full speed."""
 
+GPU_BLOCK = 4096
+"""The same on a GPU, which needs more work at a time."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -175,7 +178,7 @@ class _VocabularyLoss(Function):
         at_target = factor * (likelihood - (1 - smoothing) - spread)  # from what is accurate: q was rounded
         column, here = vocabulary.place(targets, weight.shape[0])
         # In place: autograd refuses a second backward pass through what was changed here, so nothing goes wrong unseen.
-        for part in _blocks(len(targets)):
+        for part in _blocks(softmax):
             wide = softmax[part].to(share.dtype).mul_(factor[part] * share[part])
             if smoothing:
                 wide[:, : vocabulary.held(weight.shape[0])] -= factor[part] * spread
@@ -218,8 +221,8 @@ class _LocalSoftmax:
         if not self.held:
             return
         true = weight[: self.held]
-        block = rows.new_empty((min(BLOCK, len(rows)), self.held), dtype=accurate)
-        for part in _blocks(len(rows)):
+        block = rows.new_empty((min(_size(rows), len(rows)), self.held), dtype=accurate)
+        for part in _blocks(rows):
             logits = linear(rows[part], true).to(accurate)
             softmax = torch.softmax(logits, -1, out=block[: len(logits)])
             peak = self.peak[part] = logits.amax(-1, keepdim=True)
@@ -232,5 +235,10 @@ class _LocalSoftmax:
             del logits  # before the next block is made
 
 
-def _blocks(length: int) -> Iterator[slice]:
-    return (slice(low, min(low + BLOCK, length)) for low in range(0, length, BLOCK))
+def _size(rows: Tensor) -> int:
+    return GPU_BLOCK if rows.is_cuda else BLOCK
+
+
+def _blocks(rows: Tensor) -> Iterator[slice]:
+    size = _size(rows)
+    return (slice(low, min(low + size, len(rows))) for low in range(0, len(rows), size))
