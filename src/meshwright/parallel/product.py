@@ -18,7 +18,7 @@ from torch.nn import functional
 WORTHWHILE = 2**21
 """Multiplications from which oneDNN is asked: it prepares itself anew for every shape, and wakes threads for any."""
 
-BLOCK = 512
+BLOCK = 256
 """Rows of which oneDNN adds up a weight's gradient at a time. It copies them in the order it likes: all logits of a
 micro-batch, otherwise, for the largest matrix of a small model. No slower, and quicker where the copy was so large."""
 
