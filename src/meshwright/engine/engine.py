@@ -16,6 +16,7 @@ from meshwright.comm.connect import Groups
 from meshwright.comm.group import Group
 from meshwright.engine.fault import Fault
 from meshwright.engine.interpreter import Interpreter
+from meshwright.engine.release import FirstSteps
 from meshwright.engine.stage import Flight, Stage
 from meshwright.engine.tracer import Tracer
 from meshwright.engine.update import Update
@@ -84,6 +85,7 @@ class Engine:
         self._inspect: Callable[[], None] = _nothing
         self._tokens = 0
         self._result: StepResult | None = None
+        self._first_steps = FirstSteps(groups.device)
         self._interpreter = Interpreter(stage, groups, self._connect_ties(), self._optimize)
         schedule = build_schedule(layout.schedule, layout.pipeline, layout.micro_batches)
         self.program = self._lower(schedule)
@@ -132,6 +134,7 @@ class Engine:
         self.optimizer.set_learning_rate(learning_rate)
         self._inspect = inspect or _nothing
         self._run(self.program, batches, tracer)
+        self._first_steps.ended()
         assert self._result is not None, "the program has a STEP"
         return self._result
 

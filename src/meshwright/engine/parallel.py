@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.engine.engine import Evaluation, StepResult
 from meshwright.engine.graph import digest, order_of_leaves
 from meshwright.engine.installed import Installed
+from meshwright.engine.release import FirstSteps
 from meshwright.engine.states import ParameterState, known_states, load_states
 from meshwright.engine.update import Outcome, Update
 from meshwright.layout.layout import Layout
@@ -64,6 +65,7 @@ class Parallel:
         self.loss_scale = LossScale(torch.float16 if half else torch.float32)
         places = {number: unit for number, unit in enumerate(installed.units) if unit.trainable}
         self._update = Update(optimizer, places, self.groups, self.loss_scale, clip)
+        self._first_steps = FirstSteps(self.groups.device)
         self._names = sorted(slot.name for unit in optimizer.units for slot in unit.slots)
         self._norms = [norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._NormBase)]
 
@@ -231,6 +233,7 @@ class Parallel:
         if self._installed.hooks is None:
             self._installed.make_whole()
         self._average_statistics()
+        self._first_steps.ended()
 
     def _average_statistics(self) -> None:
         """Give all ranks the mean of what their BatchNorm layers have seen; of counts, rounded up."""
