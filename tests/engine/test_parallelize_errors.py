@@ -41,9 +41,9 @@ def x(rank: int = 0) -> Tensor:
     [
         ("dp2.tp2/zero1", "tp=2 and pp=1 need to know what is inside; try dp4/zero1"),
         ("dp2.pp2", "tp=1 and pp=2 need to know what is inside; try dp4/zero0"),
-        ("dp1/recompute-full", "up to the module itself"),
-        ("dp1/pa", "up to the module itself"),
-        ("dp4/zero1/shard3", "runs of 3 ranks do not divide dp=4"),
+        ("dp1/recompute-full", "up to the module itself; leave out recompute-full, and"),
+        ("dp1/pa", "up to the module itself; leave out pa, and"),
+        ("dp4/zero1/shard3", "shard=3 does not divide dp=4; try shard=2 or 4"),
         ("dp2", r"needs 2 ranks, and this process was started alone; start it with torchrun --nproc-per-node 2"),
     ],
 )

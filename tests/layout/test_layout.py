@@ -14,8 +14,8 @@ from meshwright.layout.zero import ZeroStage
 
 sizes = st.integers(1, 4096)
 layouts = st.builds(
-    Layout,
-    data=sizes,
+    lambda runs, shard, **others: Layout(data=runs * max(shard, 1), shard=shard, **others),
+    runs=sizes,
     tensor=sizes,
     pipeline=sizes,
     zero=st.sampled_from(ZeroStage),
@@ -41,6 +41,16 @@ def test_the_parts_may_stand_in_any_order(layout: Layout, order: random.Random) 
     parts = str(layout).replace(".", "/").split("/")
     order.shuffle(parts)
     assert Layout.parse("/".join(parts)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [("dp6/zero1/shard4", "dp=6; try shard=3 or 6"), ("dp2/zero1/shard4", "dp=2; try shard=2")],
+)
+def test_the_runs_of_shards_must_divide_the_data_ranks(text: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"shard=4 does not divide {remedy}"):
+        Layout.parse(text)
+    assert Layout.parse(text.replace("shard4", "shard2")).shards == 2
 
 
 def test_the_text_says_everything_but_what_is_usual() -> None:

@@ -47,12 +47,6 @@ def test_there_are_at_most_as_many_stages_as_layers() -> None:
     assert said("pp8/m8") == []
 
 
-def test_the_runs_of_shards_must_divide_the_data_ranks() -> None:
-    assert said("dp6/zero1/shard4") == ["shard=4 does not divide dp=6; try shard=3 or 6"]
-    assert said("dp2/zero1/shard4") == ["shard=4 does not divide dp=2; try shard=2"]
-    assert said("dp6/zero1/shard3") == said("dp6/zero1/shard6") == []
-
-
 def test_a_batch_of_nothing_is_refused() -> None:
     assert said("dp1", batch=0) == ["a batch of 0 samples has nothing to train on; try batch=1 or more"]
 

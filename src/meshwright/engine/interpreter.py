@@ -18,7 +18,7 @@ from meshwright.comm.connect import Groups
 from meshwright.comm.group import Group, Handle
 from meshwright.engine.stage import Flight, Keep, Stage
 from meshwright.engine.tracer import Tracer
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.reductions import Reductions
 from meshwright.schedule.op import Kind, Op
 from meshwright.schedule.program import (
     Action,
@@ -88,7 +88,7 @@ class Interpreter:
         self.groups = groups
         self.ties = ties
         self.on_step = on_step
-        self._reducing: deque[Unit] = deque()
+        self._reducing = Reductions()
         self._outbox = {kind: Outbox(2 * groups.pipeline.size) for kind in Kind}
 
     def run(self, program: Program, flight: Flight, tracer: Tracer) -> None:
@@ -130,7 +130,7 @@ class Interpreter:
             case Release(unit):
                 units[unit].release()
             case Reduce(unit):
-                self._reduce(units[unit])
+                self._reducing.start(units[unit])
             case Sync(unit):
                 units[unit].finish_reduce()
                 units[unit].gradient.start_sync()
@@ -149,17 +149,9 @@ class Interpreter:
         for unit in self.stage.cut.units(layer):
             self.stage.units[unit].whole()
 
-    def _reduce(self, unit: Unit) -> None:
-        """Start a reduction while backward goes on; at most two are under way, which bounds the buffers (C_B)."""
-        unit.gradient.start_reduce()
-        self._reducing.append(unit)
-        if len(self._reducing) > 2:
-            self._reducing.popleft().finish_reduce()
-
     def _finish_gradients(self) -> None:
         """Wait for every reduction and every sum over replicas."""
-        while self._reducing:
-            self._reducing.popleft().finish_reduce()
+        self._reducing.finish()
         for unit in self.stage.units.values():
             unit.gradient.finish_sync()
 

@@ -85,13 +85,13 @@ def _require_data_only(layout: Layout) -> None:
             f"{layout}: parallelize divides any module over the data axis, but tp={layout.tensor} and "
             f"pp={layout.pipeline} need to know what is inside; try dp{layout.ranks}/zero{int(layout.zero)}"
         )
-    if layout.recompute is not Recompute.NONE or layout.checkpoints is not Checkpoints.WHOLE:
+    kept = [f"recompute-{layout.recompute}"] if layout.recompute is not Recompute.NONE else []
+    kept += [str(layout.checkpoints)] if layout.checkpoints is not Checkpoints.WHOLE else []
+    if kept:
         raise ValueError(
             f"{layout}: what is kept for the backward pass is up to the module itself; leave out "
-            f"recompute-{layout.recompute} and {layout.checkpoints}, and use torch.utils.checkpoint inside of it"
+            f"{' and '.join(kept)}, and use torch.utils.checkpoint inside of it"
         )
-    if layout.data % layout.shards:
-        raise ValueError(f"{layout}: runs of {layout.shards} ranks do not divide dp={layout.data}")
 
 
 def _groups(layout: Layout) -> Groups:

@@ -7,7 +7,6 @@ the one in which units became ready on the first rank in the first pass. A unit 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 
 from meshwright.comm.group import CommunicationError, Reduction
 from meshwright.parallel.flat import Slot
+from meshwright.parallel.reductions import Reductions
 from meshwright.parallel.unit import Unit
-
-UNDER_WAY = 2
-"""Reductions at a time, which bounds the buffers (C_B)."""
 
 
 class Reducing:
@@ -32,7 +29,7 @@ class Reducing:
         self._order: tuple[int, ...] | None = None
         self._ready: list[int] = []
         self._next = 0
-        self._under_way: deque[Unit] = deque()
+        self._under_way = Reductions()
         self._active = self._reduces = self._learns = self._early = self._repeats = False
         self._seen: set[str] = set()
         self.touched: set[str] = set()
@@ -107,10 +104,7 @@ class Reducing:
         unit = self._units[number]
         if unit.setting.sharding.gradients:
             unit.absorb_gradient()
-        unit.gradient.start_reduce()
-        self._under_way.append(unit)
-        if len(self._under_way) > UNDER_WAY:
-            self._under_way.popleft().finish_reduce()
+        self._under_way.start(unit)
 
     def end(self) -> None:
         """The pass is over: everything that is to be reduced is, also what this rank has no gradient for."""
@@ -122,8 +116,7 @@ class Reducing:
         order = self._order or tuple(reversed(range(len(self._units))))
         for number in order[self._next :]:
             self._start(number)
-        while self._under_way:
-            self._under_way.popleft().finish_reduce()
+        self._under_way.finish()
         if self._order is None and self._learns:
             self._order = self._learn()
 
@@ -136,7 +129,7 @@ class Reducing:
     def abandon(self) -> None:
         """Forget all gradients since the last update: an error has ended a pass."""
         self._active = False
-        self._under_way.clear()
+        self._under_way.forget()
         self.touched.clear()
         for unit in self._units:
             for _, parameter in unit.parameters():

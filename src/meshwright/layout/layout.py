@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from meshwright.layout.mesh import Mesh
-from meshwright.layout.nearest import nearest_word, one_of
+from meshwright.layout.nearest import nearest_divisors, nearest_word, one_of
 from meshwright.layout.zero import ZeroStage
 
 E = TypeVar("E", bound=StrEnum)
@@ -56,7 +56,7 @@ class Layout:
     layers ahead stage 3 gathers. `offload`: optimizer states and step on the host (ZeRO-Offload, Ren et al., 2021).
 
     Plain ints and strings are accepted for the enums (`Layout(zero=2, schedule="gpipe")`). Raises ValueError for a size
-    below 1, a negative shard or prefetch, or an unknown stage, schedule or mode.
+    below 1, a shard that does not divide data, a negative prefetch, or an unknown stage, schedule or mode.
     """
 
     data: int = 1
@@ -76,6 +76,9 @@ class Layout:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}={getattr(self, name)} is not a size; the nearest that works is {name}={low}")
+        if self.shard and self.data % self.shard:
+            choice = one_of(nearest_divisors(self.data, self.shard))
+            raise ValueError(f"shard={self.shard} does not divide dp={self.data}; try shard={choice}")
         if self.zero not in set(ZeroStage):
             raise ValueError(f"there is no ZeRO stage {self.zero}; take {one_of(map(int, ZeroStage))}")
         # The frozen value holds enums whatever it was built from, so that `match` and equality see one type.

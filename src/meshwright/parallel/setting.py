@@ -9,7 +9,7 @@ import torch
 from meshwright.comm.connect import Groups
 from meshwright.comm.group import Group
 from meshwright.layout.layout import Layout
-from meshwright.layout.zero import Sharding, ZeroStage, row
+from meshwright.layout.zero import Sharding, row
 from meshwright.parallel.precision import Precision
 
 
@@ -43,15 +43,13 @@ class Setting:
 
         `apart`: gathers have a group of their own, so that they need not keep in step with reductions.
         """
-        stage = layout.effective_zero
-        if stage is not ZeroStage.NONE:
-            groups = groups.sharded(layout.shards)
+        groups = groups.sharded(layout.shards)
         return cls(
             shards=groups.shards,
             gathers=groups.gathers() if apart else groups.shards,
             replicas=groups.replicas,
             tensor=groups.tensor,
-            sharding=row(stage),
+            sharding=row(layout.effective_zero),
             precision=precision,
             device=groups.device,
             offload=layout.offload,

@@ -39,7 +39,6 @@ def problems(layout: Layout, spec: GPTSpec, batch: int, ranks: int | None = None
         *_tensor(layout, spec),
         *_pipeline(layout, spec),
         *_checkpoints(layout),
-        *_shard(layout),
         *_batch(batch),
         *_ranks(layout, ranks),
     )
@@ -79,12 +78,6 @@ def _checkpoints(layout: Layout) -> Iterator[Problem]:
             f"{layout.checkpoints} says where the inputs for recomputation are kept, but nothing is recomputed",
             f"add recompute-full, or leave out {layout.checkpoints}",
         )
-
-
-def _shard(layout: Layout) -> Iterator[Problem]:
-    if layout.shard and layout.data % layout.shard:
-        choice = one_of(nearest_divisors(layout.data, layout.shard))
-        yield Problem(f"shard={layout.shard} does not divide dp={layout.data}", f"try shard={choice}")
 
 
 def _batch(batch: int) -> Iterator[Problem]:

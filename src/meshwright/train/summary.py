@@ -15,13 +15,11 @@ from meshwright.engine.meter import Footprint
 from meshwright.layout.layout import Checkpoints, Layout, Recompute
 from meshwright.layout.zero import StateBytes, model_state_bytes, row
 from meshwright.parallel.precision import Precision
+from meshwright.parallel.reductions import UNDER_WAY
 from meshwright.schedule.catalog import build as build_schedule
 from meshwright.schedule.cut import Cut
 
 MEMORY = "memory.json"
-
-REDUCING = 2
-"""Whole gradients that the interpreter has on their way at a time, while a backward pass adds to those of one layer."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def _gradient_buffers(work: Work, rank: int) -> int:
     units = unit_parameters(work.spec, work.cut, stage, work.layout.tensor)
     at_once = max(len(work.cut.units(layer)) for layer in work.cut.layers(stage))  # its own, and a tied one
     dtypes = {work.precision.compute, work.precision.reduce}
-    return min(REDUCING + at_once, len(units)) * max(units) * sum(dtype.itemsize for dtype in dtypes)
+    return min(UNDER_WAY + at_once, len(units)) * max(units) * sum(dtype.itemsize for dtype in dtypes)
 
 
 def _checkpoints(work: Work, rank: int) -> int:
